@@ -1,0 +1,84 @@
+"""The gate: what closes a window runs here, and nowhere else."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+
+def gate(predicate: Any, emit: Callable, hold: Callable, *operands: Any) -> Any:
+    """`lax.cond`, or the branch itself where the predicate is known already."""
+    if isinstance(predicate, jax.core.Tracer):
+        return lax.cond(predicate, emit, hold, *operands)
+    return emit(*operands) if predicate else hold(*operands)
+
+
+def emit_or_hold(
+    predicate: Any, emit: Callable, total: optax.Updates, inner_state: Any, buffered: bool
+) -> tuple[optax.Updates, optax.Updates, Any]:
+    """Run `updates, inner_state = emit(total, inner_state)` and empty `total`, or do neither.
+
+    Where the updates fit into the sums, the gate carries the sums alone and writes the updates
+    over them. XLA then keeps sums and inner state in place and fuses the selects below into the
+    user's `apply_updates`; any other large array made in the gate would cost a buffer.
+
+    Args:
+      predicate: bool [], traced or not.
+      emit: the inner transformation, on the window's sums.
+      total: the window's sums.
+      inner_state: state that `emit` takes and gives back.
+      buffered: whether `total` lives on, in the state.
+
+    Returns:
+      The updates (or nothing to add), the sums (or zeros) and the inner state.
+    """
+    shapes = lambda total, inner_state: jax.eval_shape(emit, total, inner_state)[0]
+
+    if buffered and isinstance(predicate, jax.core.Tracer):
+        like = shapes(total, inner_state)
+        if _fits(like, total):
+
+            def write_over(total, inner_state):
+                updates, inner_state = emit(total, inner_state)
+                return jax.tree.map(lambda u, s: u.astype(s.dtype), updates, total), inner_state
+
+            buffer, inner_state = gate(
+                predicate, write_over, lambda *carry: carry, total, inner_state
+            )
+            updates = jax.tree.map(
+                lambda b, u: jnp.where(predicate, b.astype(u.dtype), _nothing(u)), buffer, like
+            )
+            total = jax.tree.map(lambda b: jnp.where(predicate, 0, b), buffer)
+            return updates, total, inner_state
+
+    def write_beside(total, inner_state):
+        updates, inner_state = emit(total, inner_state)
+        return updates, jax.tree.map(jnp.zeros_like, total) if buffered else None, inner_state
+
+    def hold(total, inner_state):
+        held = jax.tree.map(
+            lambda u: jnp.full(u.shape, _nothing(u), u.dtype), shapes(total, inner_state)
+        )
+        return held, total if buffered else None, inner_state
+
+    return gate(predicate, write_beside, hold, total, inner_state)
+
+
+def _fits(updates: Any, total: Any) -> bool:
+    """Whether the sums can hold the updates without loss."""
+    if jax.tree.structure(updates) != jax.tree.structure(total):
+        return False
+    pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(total), strict=True)
+    return all(
+        u.shape == s.shape and jnp.promote_types(u.dtype, s.dtype) == s.dtype for u, s in pairs
+    )
+
+
+def _nothing(update: Any) -> np.ndarray:
+    """The zero that changes no float when added: +0.0 would turn a parameter of -0.0 into 0.0."""
+    is_complex = jnp.issubdtype(update.dtype, jnp.complexfloating)
+    return np.asarray(complex(-0.0, -0.0) if is_complex else -0.0, update.dtype)

@@ -1,0 +1,182 @@
+"""Trace-time checks of what users pass: each error gives the name, the rule and the value."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.tree_util import keystr, tree_flatten_with_path
+
+_LARGEST_K = 2**31 - 1  # micro_step is an int32
+
+
+def check_every_k(every_k: Any) -> None:
+    """Require an int of at least 1 or a schedule."""
+    if isinstance(every_k, optax.GradientTransformation):
+        raise ValueError(
+            "every_k comes first and the inner transformations after it, as in"
+            f" accumulate(4, optax.adam(1e-3)); got the transformation {every_k!r} as every_k."
+        )
+    if callable(every_k):
+        return
+    is_int = isinstance(every_k, int | np.integer) and not isinstance(every_k, bool)
+    if not is_int or not 1 <= every_k <= _LARGEST_K:
+        raise ValueError(
+            f"every_k must be an int from 1 to 2**31 - 1 or a schedule, got {every_k!r}."
+        )
+
+
+def check_scheduled_k(every_k: Any) -> jax.Array:
+    """Round a schedule's value to the k it asks for: an int32 of at least 1."""
+    dtype = jnp.result_type(every_k) if _is_arraylike(every_k) else None
+    if dtype is None or jnp.shape(every_k) or not _is_real(dtype):
+        raise ValueError(
+            "every_k as a schedule must return a real number (a scalar) for a gradient step,"
+            f" got {every_k!r}."
+        )
+    # float32 cannot hold 2**31 - 1; one ulp below 2**31 is 128 less.
+    return jnp.clip(jnp.round(jnp.asarray(every_k)), 1, _LARGEST_K - 127).astype(jnp.int32)
+
+
+def check_inner(inner: Iterable[Any]) -> None:
+    """Require gradient transformations."""
+    for transform in inner:
+        if not isinstance(transform, optax.GradientTransformation):
+            hint = " (a factory must be called)" if callable(transform) else ""
+            raise ValueError(
+                "inner must be optax gradient transformations, as in"
+                f" accumulate(4, optax.adam(1e-3)); got {transform!r}{hint}."
+            )
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Require one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}.")
+
+
+def check_dtype(name: str, dtype: Any) -> None:
+    """Require None or a real floating dtype."""
+    if dtype is None:
+        return
+    try:
+        is_floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        is_floating = False
+    if not is_floating:
+        raise ValueError(f"{name} must be a real floating dtype or None, got {dtype!r}.")
+
+
+def check_accumulator_dtype(dtype: Any) -> None:
+    """Require None or a floating dtype in which a window's sum does not overflow."""
+    check_dtype("accumulator_dtype", dtype)
+    if dtype is not None and float(jnp.finfo(dtype).max) < 1e38:
+        raise ValueError(
+            "accumulator_dtype must have the range of float32 (float32, bfloat16 or float64):"
+            f" sums overflow at {float(jnp.finfo(dtype).max):g}; got {jnp.dtype(dtype).name}."
+        )
+
+
+def check_callable(name: str, value: Any) -> None:
+    """Require None or a function."""
+    if value is not None and not callable(value):
+        raise ValueError(f"{name} must be a function or None, got {value!r}.")
+
+
+def check_names(name: str, value: Any, reserved: tuple[str, ...]) -> None:
+    """Require a sequence of argument names, none of them reserved."""
+    valid = isinstance(value, tuple | list) and all(isinstance(v, str) for v in value)
+    if not valid or set(value) & set(reserved):
+        raise ValueError(
+            f"{name} must be a tuple of names of extra args other than"
+            f" {' and '.join(map(repr, reserved))}, got {value!r}."
+        )
+
+
+def scalar(name: str, value: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """`value` as a scalar array of `dtype`: real numbers for a float dtype, bools for bool."""
+    source = jnp.result_type(value) if _is_arraylike(value) else None
+    wants_bool = jnp.dtype(dtype) == jnp.bool_
+    rule = "a bool scalar" if wants_bool else "a real scalar"
+    if source is None:
+        raise ValueError(f"{name} must be {rule}, got {value!r}.")
+    if wants_bool:
+        valid = source == jnp.bool_
+    else:
+        valid = _is_real(source) or source == jnp.bool_  # a mask's True weighs one
+    if jnp.shape(value) or not valid:
+        raise ValueError(
+            f"{name} must be {rule}, got dtype {source.name} and shape {jnp.shape(value)}."
+        )
+    return jnp.asarray(value, dtype)
+
+
+def check_inexact(tree: Any, what: str) -> None:
+    """Require floating or complex leaves, which alone have gradients to sum."""
+    for path, leaf in tree_flatten_with_path(tree)[0]:
+        if not jnp.issubdtype(_dtype(leaf), jnp.inexact):
+            raise ValueError(
+                f"{what} must be floating or complex to be accumulated (leave other leaves out"
+                f" with optax.masked or optax.partition); {what}{keystr(path)} has dtype"
+                f" {_dtype(leaf)}."
+            )
+
+
+def check_gradients(gradients: Any, window_sum: Any, strict_dtype: bool) -> None:
+    """Require gradients that the window can gather: its tree, its shapes, dtypes it can hold."""
+    check_inexact(gradients, "gradients")
+    got, got_def = tree_flatten_with_path(gradients)
+    want, want_def = tree_flatten_with_path(window_sum)
+    if got_def != want_def:
+        got_paths = [keystr(path) for path, _ in got]
+        want_paths = [keystr(path) for path, _ in want]
+        missing = sorted(set(want_paths) - set(got_paths))
+        unexpected = sorted(set(got_paths) - set(want_paths))
+        detail = (
+            f"missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"
+            if missing or unexpected
+            else f"the leaves are the same, the containers are not: {got_def} against {want_def}"
+        )
+        raise ValueError(
+            "gradients must have the tree of the params that init was given; in the gradients:"
+            f" {detail}."
+        )
+    for (path, gradient), (_, total) in zip(got, want, strict=True):
+        where = f"gradients{keystr(path)}"
+        if jnp.shape(gradient) != total.shape:
+            raise ValueError(
+                f"gradients must have the shapes of the params that init was given; {where} has"
+                f" shape {jnp.shape(gradient)}, its parameter {total.shape}."
+            )
+        dtype = _dtype(gradient)
+        is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+        too_wide = is_complex and not jnp.issubdtype(total.dtype, jnp.complexfloating)
+        too_wide |= strict_dtype and jnp.promote_types(dtype, total.dtype) != total.dtype
+        if too_wide:
+            raise ValueError(
+                f"gradients must not be wider than their accumulator; {where} has dtype"
+                f" {dtype} and its accumulator {total.dtype}. Cast the gradient, or set"
+                " accumulator_dtype."
+            )
+
+
+def check_skip(should_skip: Any) -> jax.Array:
+    """Require the bool scalar of optax's `should_skip_update_fn` protocol."""
+    return scalar("the first value that should_skip_update_fn returns", should_skip, jnp.bool_)
+
+
+def _is_arraylike(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+
+
+def _is_real(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
+
+
+def _dtype(leaf: Any) -> Any:
+    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+
+
+Schedule = Callable[[jax.Array], jax.typing.ArrayLike]
