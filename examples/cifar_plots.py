@@ -15,8 +15,8 @@ def curves(rows, path):
     for row in rows:
         for column, key in enumerate(axis_names):
             # Beneath the arm that should lie on top of it, 64x1 is drawn broad.
-            style = dict(color=COLORS.get(row["arm"]), label=row["arm"])
-            style |= dict(linewidth=5, alpha=0.35) if row["every_k"] == 1 and rows[1:] else {}
+            broad = {"linewidth": 6, "alpha": 0.3} if row["arm"] == "64x1" else {}
+            style = {"color": COLORS.get(row["arm"]), "label": row["arm"], **broad}
             points = row["curve"]
             axes[0, column].plot(
                 [p[key] for p in points], [p["train_loss"] for p in points], **style
@@ -46,7 +46,11 @@ def curves(rows, path):
 def drift(distances, data, path):
     """How far the parameters of each run are from those of 64x1, over gradient steps."""
     figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
-    styles = ({"color": "tab:orange"}, {"color": "black", "linestyle": "--"}, {"color": "tab:green"})
+    styles = (
+        {"color": "tab:orange"},
+        {"color": "black", "linestyle": "--"},
+        {"color": "tab:green"},
+    )
     for (label, values), style in zip(distances.items(), styles, strict=True):
         axis.semilogy(range(1, len(values) + 1), values, label=label, linewidth=2, **style)
     axis.set_xlabel("gradient steps")

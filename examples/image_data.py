@@ -107,7 +107,8 @@ def _read_records(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
     data = np.fromfile(path, np.uint8)
     if not data.size or data.size % RECORD_BYTES:
         raise ValueError(
-            f"{path} must hold CIFAR-10 records of {RECORD_BYTES} bytes each, got {data.size} bytes."
+            f"{path} must hold CIFAR-10 records of {RECORD_BYTES} bytes each, got"
+            f" {data.size} bytes."
         )
     records = data.reshape(-1, RECORD_BYTES)
     images = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)

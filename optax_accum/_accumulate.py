@@ -7,11 +7,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from optax_accum import _validation
 from optax_accum._followers import check_followers
 from optax_accum._gate import emit_or_hold, gate
+from optax_accum._window import (
+    HandedOn,
+    averaged_arg,
+    count,
+    dtype_like,
+    like,
+    real,
+    strongly_typed,
+    sum_dtype_of,
+    times,
+    weights,
+    zeros,
+)
 
 
 class AccumulateState(NamedTuple):
@@ -22,7 +34,7 @@ class AccumulateState(NamedTuple):
     emitted: jax.Array  # bool [], whether the last call closed a window with an update
     num_skipped: jax.Array  # int32 [], micro-steps rejected or without weight, since init
     window_weight: jax.Array  # W, float32 or float64 [], 0 in an empty window
-    window_sum: optax.Updates  # S in the accumulator dtype, or None where every_k=1
+    window_sum: optax.Updates | None  # S in the accumulator dtype, or None where every_k=1
     extras: dict[str, Any]  # sums of the averaged extra args; {} where there are none
     inner_state: optax.OptState
 
@@ -40,13 +52,6 @@ class Accumulation(optax.GradientTransformationExtraArgs):
         return self
 
 
-class _HandedOn(NamedTuple):
-    """The `weight` with which an accumulator calls an accumulator directly inside it."""
-
-    weight: jax.Array  # W of the closed window
-    scale: jax.Array  # takes the gradient that it emits back to the window's sum
-
-
 def accumulate(
     every_k: int | _validation.Schedule,
     *inner: optax.GradientTransformation,
@@ -58,7 +63,64 @@ def accumulate(
 ) -> Accumulation:
     """Gather gradients over a window of micro-steps and run `inner` once, on their mean.
 
-    TODO
+    Micro-step i of a window brings a gradient gᵢ and a weight wᵢ (1 unless `weight=` is passed).
+    The state keeps S = Σ wᵢgᵢ, a tree like the parameters, and W = Σ wᵢ, a scalar. The window
+    closes with its `every_k`-th micro-step, or with one that says `flush=True`: then
+    `inner` sees S / W once, its updates come out, and S and W start afresh. In all other
+    micro-steps the updates are zeros (-0.0, which added to a parameter changes no bit of it) and
+    `inner` does not run. k micro-batches thus give the update of the big batch that they make up,
+    and a schedule in `inner` counts windows.
+
+    `update` takes these extra args, and hands all others to `inner`:
+
+    - `weight`: real scalar, wᵢ: the examples or tokens of the micro-batch. Only weights above 0
+      count; a micro-step of weight 0, below 0 or NaN adds nothing, even where its gradient is NaN.
+    - `flush`: bool scalar, whether to close the window with this micro-step.
+
+    Where `inner` is itself an accumulator, it receives W as its weight, and `flush`.
+
+    Args:
+      every_k: Micro-steps in a window: an int of at least 1, or a schedule, a function of the
+        number of gradient steps so far (int32 scalar) whose value is rounded and at least 1.
+        `every_k=1` keeps no buffer and compiles to `inner` alone.
+      *inner: The transformations that run once per window, chained. None: the mean itself.
+      normalize: `"mean"`, S / W, for the gradient of a mean loss; `"sum"`, S; `"ratio"`,
+        Σ gᵢ / Σ wᵢ, for the gradient of a summed loss over wᵢ tokens.
+      accumulator_dtype: Dtype of S, complex where the parameter is. Default: the parameter's, and
+        float32 where that is narrower.
+      emit_dtype: Dtype of what `inner` sees. Default: the gradient's.
+      should_skip_update_fn: `fn(gradients, gradient_step, params) -> (bool [], info)`, such as
+        `optax.skip_not_finite`: a micro-step for which it says True counts as one of weight 0.
+        The info is dropped.
+      average_extra_args: Names of scalar extra args whose mean over the window reaches `inner`
+        instead of the last value, weighted as the gradients are (under `"ratio"` Σ vᵢ / Σ wᵢ):
+        `value=` for `optax.contrib.reduce_on_plateau`, say.
+
+    Returns:
+      A `GradientTransformationExtraArgs` with an `AccumulateState`. A window whose weights are all
+      0 closes without an update.
+
+    Raises:
+      ValueError: An argument breaks its rule; here, in `init` or while `update` is traced, and
+        with the name, the rule and the value. In a plain `optax.chain`, also if what follows the
+        accumulator would be wrong in a micro-step off the boundary: use `chain` there.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> tx = accumulate(2, optax.sgd(1.0))
+      >>> params = jnp.zeros(2)
+      >>> state = tx.init(params)
+      >>> for gradient in (jnp.array([3.0, 0.0]), jnp.array([-1.0, 4.0])):
+      ...     updates, state = tx.update(gradient, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      ...     print(params, int(state.micro_step), int(state.gradient_step))
+      [0. 0.] 1 0
+      [-1. -2.] 0 1
+
+    References:
+      Ott et al., 2018, Scaling Neural Machine Translation (arXiv:1806.00187), for sums over
+      micro-batches divided by what was gathered; Goyal et al., 2017, Accurate, Large Minibatch SGD
+      (arXiv:1706.02677), remark 3, for the normalisation by the whole batch.
     """
     _validation.check_every_k(every_k)
     _validation.check_inner(inner)
@@ -71,13 +133,15 @@ def accumulate(
     always_closes = not callable(every_k) and every_k == 1
     tx = inner[0] if len(inner) == 1 else chain(*inner or [optax.identity()])
     tx = optax.with_extra_args_support(tx)
-    nested = isinstance(tx, Accumulation)
-    sum_dtype = functools.partial(_sum_dtype, accumulator_dtype=accumulator_dtype)
+    flush_inside = tx.flush if isinstance(tx, Accumulation) else None
+    sum_dtype = functools.partial(sum_dtype_of, accumulator_dtype=accumulator_dtype)
 
     def init_fn(params):
+        _validation.check_enabled("accumulator_dtype", accumulator_dtype)
+        _validation.check_enabled("emit_dtype", emit_dtype)
         if not always_closes:
             _validation.check_inexact(params, "params")
-        sum_dtypes = [_real(sum_dtype(p)) for p in jax.tree.leaves(params)]
+        sum_dtypes = [real(sum_dtype(p)) for p in jax.tree.leaves(params)]
         weight_dtype = functools.reduce(jnp.promote_types, sum_dtypes, jnp.float32)
         averages = {name: jnp.zeros([], weight_dtype) for name in average_extra_args}
         return AccumulateState(
@@ -87,13 +151,11 @@ def accumulate(
             num_skipped=jnp.zeros([], jnp.int32),
             window_weight=jnp.zeros([], weight_dtype),
             window_sum=(
-                None
-                if always_closes
-                else jax.tree.map(lambda p: _zeros(p, sum_dtype(p)), params)
+                None if always_closes else jax.tree.map(lambda p: zeros(p, sum_dtype(p)), params)
             ),
             extras={"averages": averages} if averages else {},
             # A weakly typed leaf would turn strong in the first update, and cost a second trace.
-            inner_state=jax.tree.map(_strongly_typed, tx.init(params)),
+            inner_state=jax.tree.map(strongly_typed, tx.init(params)),
         )
 
     def update_fn(gradients, state, params=None, *, weight=None, flush=False, **extra_args):
@@ -103,6 +165,32 @@ def accumulate(
 
     def flush_fn(like, state, params, extra_args):
         return step(like, state, params, extra_args, flush=True, is_micro_step=False)
+
+    def gather(gradients, state, params, extra_args, weight, is_micro_step):
+        """S, W and the sums of averaged extra args with this micro-step, and if it was accepted."""
+        total, window_weight = state.window_sum, state.window_weight
+        averages = state.extras.get("averages", {})
+        _validation.check_averages(averages, average_extra_args)
+        accepted, scale = False, 1
+        if is_micro_step:
+            w, scale, value_scale = weights(weight, normalize, window_weight.dtype)
+            accepted = weight is None or w > 0
+            if should_skip_update_fn is not None:
+                skip, _ = should_skip_update_fn(gradients, state.gradient_step, params)
+                accepted &= ~_validation.scalar("should_skip_update_fn's value", skip, jnp.bool_)
+            # Selected, not multiplied, since 0 * NaN is NaN.
+            select = lambda new, old: new if accepted is True else jnp.where(accepted, new, old)
+            add = lambda s, x, scale: select(s + times(x, scale, s.dtype), s)
+            averages = {
+                name: add(s, averaged_arg(name, extra_args, s.dtype), value_scale)
+                for name, s in averages.items()
+            }
+            window_weight = add(window_weight, w, 1)
+            if total is not None:
+                total = jax.tree.map(lambda s, g: add(s, g, scale), total, gradients)
+        if total is None:
+            total = jax.tree.map(lambda g: times(g, scale, sum_dtype(g)), gradients)
+        return total, window_weight, averages, accepted
 
     def step(gradients, state, params, extra_args, weight=None, flush=False, is_micro_step=True):
         """A micro-step, or only a flush: of its gradients just the dtypes count."""
@@ -120,40 +208,22 @@ def accumulate(
         if may_flush:
             flush = _validation.scalar("flush", flush, jnp.bool_)
 
-        # Gather: S, W and the sums of averaged extra args grow, unless the micro-step is rejected.
-        total, window_weight = state.window_sum, state.window_weight
-        averages = state.extras.get("averages", {})
-        accepted, scale = False, 1
-        if is_micro_step:
-            w, scale, value_scale = _weights(weight, normalize, window_weight.dtype)
-            accepted = weight is None or w > 0
-            if should_skip_update_fn is not None:
-                skip, _ = should_skip_update_fn(gradients, state.gradient_step, params)
-                accepted &= ~_validation.check_skip(skip)
-            # Selected, not multiplied, since 0 * NaN is NaN.
-            select = lambda new, old: new if accepted is True else jnp.where(accepted, new, old)
-            add = lambda s, x, scale: select(s + _times(x, scale, s.dtype), s)
-            averages = {
-                name: add(s, _averaged_arg(name, extra_args, s.dtype), value_scale)
-                for name, s in averages.items()
-            }
-            window_weight = add(window_weight, w, 1)
-            if buffered:
-                total = jax.tree.map(lambda s, g: add(s, g, scale), total, gradients)
-        if not buffered:
-            total = jax.tree.map(lambda g: _times(g, scale, sum_dtype(g)), gradients)
+        total, window_weight, averages, accepted = gather(
+            gradients, state, params, extra_args, weight, is_micro_step
+        )
 
         # Does the window close, and with what? Without a buffer both may be known at trace time.
         closes = flush if buffered else True
         if buffered and is_micro_step:
             k = every_k
             if callable(every_k):
-                k = _validation.check_scheduled_k(every_k(state.gradient_step))
+                k = _validation.scheduled_k(every_k(state.gradient_step))
             closes |= state.micro_step + 1 >= k
         filled = window_weight > 0 if buffered else accepted
         updated = closes & filled
         # An accumulator inside has a window of its own to flush, even when this one is empty.
-        runs = closes & (filled | flush) if nested and may_flush else updated
+        flushes_inside = False if flush_inside is None else flush
+        runs = closes & (filled | flushes_inside)
 
         # The reciprocal, since XLA keeps the result of a division in a buffer of its own.
         per_weight = 1 / jnp.where(filled, window_weight, 1)
@@ -162,33 +232,30 @@ def accumulate(
         def emit(total, inner_state):
             means = {name: value * per_weight for name, value in averages.items()}
             args = {**extra_args, **means}
-            mean = jax.tree.map(
-                lambda s, g: _times(s, factor, _dtype_like(emit_dtype or jnp.result_type(g), g)), total, gradients
-            )
-            if not nested:
+            emitted_dtype = lambda g: dtype_like(emit_dtype or real(jnp.result_type(g)), g)
+            mean = jax.tree.map(lambda s, g: times(s, factor, emitted_dtype(g)), total, gradients)
+            if flush_inside is None:
                 updates, new_state = tx.update(mean, inner_state, params, **args)
             else:
-                handed_on = _HandedOn(window_weight, 1 / factor)
+                handed_on = HandedOn(window_weight, 1 / factor)
                 updates, new_state = gate(
                     filled if may_flush else True,
                     lambda s: tx.update(mean, s, params, weight=handed_on, flush=flush, **args),
-                    lambda s: tx.flush(mean, s, params, args),
+                    functools.partial(flush_inside, mean, params=params, extra_args=args),
                     inner_state,
                 )
-            return updates, jax.tree.map(_with_dtype_of, new_state, inner_state)
+            return updates, like(new_state, inner_state)
 
-        updates, total, inner_state = emit_or_hold(
-            runs, emit, total, state.inner_state, buffered
-        )
+        updates, total, inner_state = emit_or_hold(runs, emit, total, state.inner_state, buffered)
         emitted = updated
-        if nested and may_flush:
+        if flushes_inside is not False:
             emitted |= runs & has_updated(inner_state)
         reopen = lambda x: jnp.where(closes, jnp.zeros_like(x), x)
         return updates, AccumulateState(
             micro_step=reopen(state.micro_step + is_micro_step),
-            gradient_step=_count(state.gradient_step, updated),
+            gradient_step=count(state.gradient_step, updated),
             emitted=jnp.asarray(emitted),
-            num_skipped=_count(state.num_skipped, is_micro_step & jnp.logical_not(accepted)),
+            num_skipped=count(state.num_skipped, is_micro_step & jnp.logical_not(accepted)),
             window_weight=reopen(window_weight),
             window_sum=total,
             extras={"averages": jax.tree.map(reopen, averages)} if averages else {},
@@ -215,7 +282,27 @@ def accumulate(
 def chain(*transforms: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """`optax.chain`, except that all after an `accumulate(k)` runs once per window.
 
-    TODO
+    `chain(a, accumulate(k), b, c)` is `optax.chain(a, accumulate(k, b, c))`: `a` sees the gradient
+    of every micro-step, `b` and `c` see one mean per window.
+
+    Args:
+      *transforms: Transformations in the order in which they are applied.
+
+    Returns:
+      A `GradientTransformationExtraArgs`, with the state of the `optax.chain` above.
+
+    Example:
+      Clipping after the accumulator is of the window's mean, before it of each micro-batch.
+
+      >>> import jax.numpy as jnp, optax
+      >>> clip = optax.clip_by_global_norm(1.0)
+      >>> for tx in (chain(accumulate(2), clip), chain(clip, accumulate(2))):
+      ...     state = tx.init(jnp.zeros(2))
+      ...     _, state = tx.update(jnp.array([3.0, 0.0]), state)
+      ...     mean, state = tx.update(jnp.array([-3.0, 4.0]), state)
+      ...     print(mean.round(6))
+      [0. 1.]
+      [0.2 0.4]
     """
     for index, transform in enumerate(transforms):
         if isinstance(transform, Accumulation):
@@ -248,7 +335,34 @@ def flush(
 ) -> tuple[optax.Updates, optax.OptState]:
     """Close the open window now, on the mean of what it holds.
 
-    TODO
+    It is `update` without a gradient, for the short window at the end of an epoch. What stands
+    before the accumulator in a `chain` is not called. An empty window gives zeros and changes
+    nothing but `emitted`.
+
+    Args:
+      tx: What `accumulate` or `chain` returned.
+      opt_state: Its state.
+      params: The parameters.
+      **extra_args: What the inner transformations take, without the averaged ones: of those the
+        state has the mean.
+
+    Returns:
+      Updates and new state, as from `tx.update`.
+
+    Raises:
+      TypeError: `tx` does not come from `accumulate` or `chain`. Inside `optax.masked`,
+        `optax.partition` and the like use `tx.update(..., flush=True)`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> tx = accumulate(4, optax.sgd(1.0))
+      >>> params = jnp.zeros([])
+      >>> state = tx.init(params)
+      >>> _, state = tx.update(jnp.array(3.0), state, params)
+      >>> _, state = tx.update(jnp.array(5.0), state, params)
+      >>> updates, state = flush(tx, state, params)
+      >>> print(updates, has_updated(state))
+      -4.0 True
     """
     if not isinstance(tx, Accumulation):
         raise TypeError(
@@ -260,9 +374,27 @@ def flush(
 
 
 def has_updated(opt_state: optax.OptState) -> jax.Array:
-    """Whether the last call of `update` or `flush` closed a window and updated.
+    """Whether the last call of `update` or `flush` closed a window with an update.
 
-    TODO
+    Args:
+      opt_state: A state with an accumulator in it, however deep. Of accumulators inside each
+        other all must have updated; of those side by side, in `optax.partition`, any.
+
+    Returns:
+      bool [].
+
+    Raises:
+      ValueError: There is no `AccumulateState` in `opt_state`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> tx = accumulate(2, optax.sgd(1.0))
+      >>> state = tx.init(jnp.zeros([]))
+      >>> for _ in range(2):
+      ...     _, state = tx.update(jnp.ones([]), state)
+      ...     print(has_updated(state))
+      False
+      True
     """
     states = _accumulate_states(opt_state)
     if not states:
@@ -281,65 +413,3 @@ def _accumulate_states(tree: Any) -> list[AccumulateState]:
     """The outermost accumulator states of a tree."""
     is_state = lambda node: isinstance(node, AccumulateState)
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_state) if is_state(leaf)]
-
-
-def _weights(weight: Any, normalize: str, dtype: Any) -> tuple[Any, Any, Any]:
-    """What a micro-step adds to W, and the factors of its gradient and its averaged args."""
-    if weight is None:
-        return 1, 1, 1
-    if isinstance(weight, _HandedOn):
-        return weight.weight, weight.scale, weight.weight
-    weight = _validation.scalar("weight", weight, dtype)
-    scale = 1 if normalize == "ratio" else weight
-    return weight, scale, scale
-
-
-def _averaged_arg(name: str, extra_args: dict[str, Any], dtype: Any) -> jax.Array:
-    if name not in extra_args:
-        raise ValueError(
-            f"average_extra_args names {name!r}, so each update needs it: tx.update(gradients,"
-            f" opt_state, params, {name}=...); got {sorted(extra_args) or 'no extra args'}."
-        )
-    return _validation.scalar(name, extra_args[name], dtype)
-
-
-def _times(x: Any, factor: Any, dtype: Any) -> jax.Array:
-    """`x * factor` in `dtype`, computed no narrower than float32."""
-    wide = jnp.promote_types(jnp.promote_types(jnp.result_type(x), dtype), jnp.float32)
-    x = jnp.asarray(x, wide)
-    if not isinstance(factor, int):
-        x = x * factor.astype(_real(wide))
-    return x.astype(dtype)
-
-
-def _sum_dtype(leaf: Any, accumulator_dtype: Any) -> Any:
-    """The dtype of a leaf's sum: complex where the leaf is, else as asked, else float32 or wider."""
-    dtype = jnp.result_type(leaf)
-    return _dtype_like(accumulator_dtype or jnp.promote_types(_real(dtype), jnp.float32), dtype)
-
-
-def _dtype_like(real_dtype: Any, like: Any) -> Any:
-    """`real_dtype`, made complex where `like` is."""
-    is_complex = jnp.issubdtype(jnp.result_type(like), jnp.complexfloating)
-    return jnp.promote_types(real_dtype, jnp.complex64) if is_complex else jnp.dtype(real_dtype)
-
-
-def _real(dtype: Any) -> Any:
-    return jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.dtype(dtype)
-
-
-def _zeros(param: Any, dtype: Any) -> jax.Array:
-    # A select on the parameter, unlike plain zeros, takes its sharding, under jit too.
-    return jnp.where(jnp.zeros([], jnp.bool_), param, 0).astype(dtype)
-
-
-def _count(count: jax.Array, happened: Any) -> jax.Array:
-    return jnp.where(happened, optax.safe_increment(count), count)
-
-
-def _with_dtype_of(new: Any, old: Any) -> jax.Array:
-    return lax.convert_element_type(new, old.dtype)
-
-
-def _strongly_typed(leaf: Any) -> jax.Array:
-    return lax.convert_element_type(leaf, getattr(leaf, "dtype", jnp.result_type(leaf)))

@@ -5,6 +5,7 @@ micro-step, off the boundary with zeros. That is harmless for a follower without
 zeros to zeros, and silently wrong for any other.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
@@ -13,9 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
-_CHAIN_CODE = optax.chain(optax.identity()).update.__code__
-_NAMED_CHAIN_CODE = optax.named_chain(("identity", optax.identity())).update.__code__
+
+def _code(function: Any) -> CodeType:
+    return function.__code__
+
+
+_CHAIN_CODE = _code(optax.chain(optax.identity()).update)
+_NAMED_CHAIN_CODE = _code(optax.named_chain(("identity", optax.identity())).update)
 
 
 def check_followers(own_code: CodeType) -> None:
@@ -63,7 +70,7 @@ def _keeps_zeros(update: Callable, state: Any, like: Any, extra_args: dict[str, 
     one_element = lambda leaf: jax.ShapeDtypeStruct((1,) * jnp.ndim(leaf), jnp.result_type(leaf))
     probe = jax.tree.map(one_element, like)
     concrete = jax.tree.map(
-        lambda x: jnp.ones(x.shape, x.dtype) if isinstance(x, jax.core.Tracer) else x, extra_args
+        lambda x: jnp.ones(x.shape, x.dtype) if isinstance(x, Tracer) else x, extra_args
     )
     with jax.ensure_compile_time_eval():
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), probe)
@@ -78,7 +85,10 @@ def _keeps_zeros(update: Callable, state: Any, like: Any, extra_args: dict[str, 
 
 
 def _refuse(update: Callable, reason: str) -> None:
-    name = getattr(update, "__qualname__", repr(update)).removesuffix(".<locals>.update_fn")
+    closed_over = inspect.getclosurevars(update).nonlocals if inspect.isfunction(update) else {}
+    if "tx" in closed_over:  # optax.with_extra_args_support stands around it
+        update = closed_over["tx"].update
+    name = getattr(update, "__qualname__", repr(update)).partition(".<locals>")[0]
     raise ValueError(
         f"In a plain optax.chain, {name!r} follows accumulate(every_k), but {reason}. Use"
         " optax_accum.chain(...) in place of optax.chain(...), or put it inside:"

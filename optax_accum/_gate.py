@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.core import Tracer
 
 
 def gate(predicate: Any, emit: Callable, hold: Callable, *operands: Any) -> Any:
     """`lax.cond`, or the branch itself where the predicate is known already."""
-    if isinstance(predicate, jax.core.Tracer):
+    if isinstance(predicate, Tracer):
         return lax.cond(predicate, emit, hold, *operands)
     return emit(*operands) if predicate else hold(*operands)
 
@@ -38,7 +39,7 @@ def emit_or_hold(
     """
     shapes = lambda total, inner_state: jax.eval_shape(emit, total, inner_state)[0]
 
-    if buffered and isinstance(predicate, jax.core.Tracer):
+    if buffered and isinstance(predicate, Tracer):
         like = shapes(total, inner_state)
         if _fits(like, total):
 

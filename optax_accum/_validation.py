@@ -28,8 +28,8 @@ def check_every_k(every_k: Any) -> None:
         )
 
 
-def check_scheduled_k(every_k: Any) -> jax.Array:
-    """Round a schedule's value to the k it asks for: an int32 of at least 1."""
+def scheduled_k(every_k: Any) -> jax.Array:
+    """The k that a schedule's value asks for: rounded, an int32 of at least 1."""
     dtype = jnp.result_type(every_k) if _is_arraylike(every_k) else None
     if dtype is None or jnp.shape(every_k) or not _is_real(dtype):
         raise ValueError(
@@ -79,6 +79,12 @@ def check_accumulator_dtype(dtype: Any) -> None:
         )
 
 
+def check_enabled(name: str, dtype: Any) -> None:
+    """Require a dtype that jax does not truncate as it is configured now."""
+    if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
+        raise ValueError(f"{name}={jnp.dtype(dtype).name} needs jax_enable_x64, which is off.")
+
+
 def check_callable(name: str, value: Any) -> None:
     """Require None or a function."""
     if value is not None and not callable(value):
@@ -95,6 +101,15 @@ def check_names(name: str, value: Any, reserved: tuple[str, ...]) -> None:
         )
 
 
+def check_averages(averages: dict[str, Any], names: Iterable[str]) -> None:
+    """Require a state that was made for the same averaged extra args."""
+    if set(averages) != set(names):
+        raise ValueError(
+            "average_extra_args must be those with which the state was made,"
+            f" {sorted(averages)}; got {sorted(names)}."
+        )
+
+
 def scalar(name: str, value: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
     """`value` as a scalar array of `dtype`: real numbers for a float dtype, bools for bool."""
     source = jnp.result_type(value) if _is_arraylike(value) else None
@@ -102,10 +117,8 @@ def scalar(name: str, value: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
     rule = "a bool scalar" if wants_bool else "a real scalar"
     if source is None:
         raise ValueError(f"{name} must be {rule}, got {value!r}.")
-    if wants_bool:
-        valid = source == jnp.bool_
-    else:
-        valid = _is_real(source) or source == jnp.bool_  # a mask's True weighs one
+    # A bool is a number too: a mask's True weighs one.
+    valid = source == jnp.bool_ or (not wants_bool and _is_real(source))
     if jnp.shape(value) or not valid:
         raise ValueError(
             f"{name} must be {rule}, got dtype {source.name} and shape {jnp.shape(value)}."
@@ -162,9 +175,23 @@ def check_gradients(gradients: Any, window_sum: Any, strict_dtype: bool) -> None
             )
 
 
-def check_skip(should_skip: Any) -> jax.Array:
-    """Require the bool scalar of optax's `should_skip_update_fn` protocol."""
-    return scalar("the first value that should_skip_update_fn returns", should_skip, jnp.bool_)
+def check_same_structure(new_state: Any, old_state: Any) -> None:
+    """Require an inner transformation whose state keeps its tree, and its real leaves real."""
+    new, new_def = tree_flatten_with_path(new_state)
+    old, old_def = tree_flatten_with_path(old_state)
+    if new_def != old_def:
+        raise ValueError(
+            "inner must keep the tree of its state, or no gate can hold the state back; its init"
+            f" gives {old_def} and its update {new_def}."
+        )
+    for (path, n), (_, o) in zip(new, old, strict=True):
+        is_complex = [jnp.issubdtype(_dtype(x), jnp.complexfloating) for x in (n, o)]
+        if jnp.shape(n) != jnp.shape(o) or is_complex[0] > is_complex[1]:
+            raise ValueError(
+                "inner must keep the shapes of its state, and real leaves real;"
+                f" inner_state{keystr(path)} goes from {_dtype(o)}{list(jnp.shape(o))} in init to"
+                f" {_dtype(n)}{list(jnp.shape(n))} in update."
+            )
 
 
 def _is_arraylike(value: Any) -> bool:

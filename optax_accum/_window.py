@@ -1,0 +1,86 @@
+"""The arithmetic of a window: weights, sums and their dtypes."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from optax_accum import _validation
+
+
+class HandedOn(NamedTuple):
+    """The `weight` with which an accumulator calls an accumulator directly inside it."""
+
+    weight: jax.Array  # W of the closed window
+    scale: jax.Array  # takes the gradient that it emits back to the window's sum
+
+
+def weights(weight: Any, normalize: str, dtype: Any) -> tuple[Any, Any, Any]:
+    """What a micro-step adds to W, and the factors of its gradient and its averaged args."""
+    if weight is None:
+        return 1, 1, 1
+    if isinstance(weight, HandedOn):
+        return weight.weight, weight.scale, weight.weight
+    weight = _validation.scalar("weight", weight, dtype)
+    scale = 1 if normalize == "ratio" else weight
+    return weight, scale, scale
+
+
+def averaged_arg(name: str, extra_args: dict[str, Any], dtype: Any) -> jax.Array:
+    """The scalar extra arg of this name."""
+    if name not in extra_args:
+        raise ValueError(
+            f"average_extra_args names {name!r}, so each update needs it: tx.update(gradients,"
+            f" opt_state, params, {name}=...); got {sorted(extra_args) or 'no extra args'}."
+        )
+    return _validation.scalar(name, extra_args[name], dtype)
+
+
+def times(x: Any, factor: Any, dtype: Any) -> jax.Array:
+    """`x * factor` in `dtype`, computed no narrower than float32."""
+    wide = jnp.promote_types(jnp.promote_types(jnp.result_type(x), dtype), jnp.float32)
+    x = jnp.asarray(x, wide)
+    if not isinstance(factor, int):
+        x = x * factor.astype(real(wide))
+    return x.astype(dtype)
+
+
+def sum_dtype_of(leaf: Any, accumulator_dtype: Any) -> Any:
+    """The dtype of a leaf's sum: as asked, or float32 and wider; complex where the leaf is."""
+    dtype = jnp.result_type(leaf)
+    return dtype_like(accumulator_dtype or jnp.promote_types(real(dtype), jnp.float32), dtype)
+
+
+def dtype_like(real_dtype: Any, like: Any) -> Any:
+    """`real_dtype`, made complex where `like` is."""
+    is_complex = jnp.issubdtype(jnp.result_type(like), jnp.complexfloating)
+    return jnp.promote_types(real_dtype, jnp.complex64) if is_complex else jnp.dtype(real_dtype)
+
+
+def real(dtype: Any) -> Any:
+    """The dtype of a number's real part."""
+    return jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.dtype(dtype)
+
+
+def zeros(param: Any, dtype: Any) -> jax.Array:
+    """Zeros of a parameter's shape, and of its sharding."""
+    # Plain zeros land on one device under jit; a select on the parameter goes where it is.
+    return jnp.where(jnp.zeros([], jnp.bool_), param, 0).astype(dtype)
+
+
+def count(count: jax.Array, happened: Any) -> jax.Array:
+    """`count`, one higher where it `happened`."""
+    return jnp.where(happened, optax.safe_increment(count), count)
+
+
+def like(new: Any, old: Any) -> Any:
+    """The new inner state in the dtypes of the old one, which must not change."""
+    _validation.check_same_structure(new, old)
+    return jax.tree.map(lambda n, o: lax.convert_element_type(n, o.dtype), new, old)
+
+
+def strongly_typed(leaf: Any) -> jax.Array:
+    """`leaf` with its dtype pinned."""
+    return lax.convert_element_type(leaf, getattr(leaf, "dtype", jnp.result_type(leaf)))

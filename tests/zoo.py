@@ -1,0 +1,151 @@
+"""Every gradient transformation that optax and optax.contrib export, ready to be made."""
+
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+
+# What a required parameter of this name is given.
+ARGUMENTS = {
+    "learning_rate": 0.5,
+    "clipping": 0.5,
+    "max_delta": 0.5,
+    "threshold": 0.5,
+    "max_norm": 0.5,
+    "decay": 0.5,
+    "step_size": 0.5,
+    "eta": 0.5,
+    "gamma": 0.5,
+    "step_size_fn": lambda count: 1.0 / (1 + count),
+    "l2_norm_clip": 1.0,
+    "noise_multiplier": 0.5,
+    "seed": 0,
+    "max_backtracking_steps": 4,
+    "max_linesearch_steps": 4,
+    "max_consecutive_errors": 3,
+    "inner": optax.sgd(0.5, momentum=0.5),
+    "base_optimizer": optax.sgd(0.5, momentum=0.5),
+    "optimizer": optax.sgd(0.5, momentum=0.5),
+    "adv_optimizer": optax.chain(optax.contrib.normalize(), optax.sgd(0.25)),
+    "inner_factory": optax.adam,
+    "measure_name": "norm",
+    "measure": lambda updates, *_, **__: optax.tree.norm(updates),
+    "should_transform_fn": lambda step, **_: step % 2 == 0,
+    "tx": optax.sgd(0.5, momentum=0.5),
+    "fast_optimizer": optax.sgd(0.5),
+    "sync_period": 2,
+    "slow_step_size": 0.5,
+    "f": lambda updates, params: jax.tree.map(lambda u, p: 2 * u, updates, params),
+}
+
+# What those need that their signature does not tell.
+SPECIAL: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "optax.chain": lambda: optax.chain(optax.clip(0.5), optax.trace(0.5)),
+    "optax.named_chain": lambda: optax.named_chain(
+        ("clip", optax.clip(0.5)), ("trace", optax.trace(0.5))
+    ),
+    "optax.masked": lambda: optax.masked(optax.trace(0.5), _first_leaf),
+    "optax.freeze": lambda: optax.freeze(_first_leaf),
+    "optax.selective_transform": lambda: optax.selective_transform(
+        optax.trace(0.5), freeze_mask=_first_leaf
+    ),
+    "optax.partition": lambda: optax.partition(
+        {True: optax.trace(0.5), False: optax.adam(0.5)}, _first_leaf
+    ),
+    "optax.multi_transform": lambda: optax.multi_transform(
+        {True: optax.trace(0.5), False: optax.adam(0.5)}, _first_leaf
+    ),
+    "optax.inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
+        optax.linear_schedule(1.0, 0.0, 8)
+    ),
+    "optax.inject_stateful_hyperparams": lambda: optax.inject_stateful_hyperparams(optax.adam)(
+        learning_rate=0.5
+    ),
+    "optax.stateless_with_tree_map": lambda: optax.stateless_with_tree_map(lambda u, p: 2 * u),
+    "optax.scale_by_factored_rms": lambda: optax.scale_by_factored_rms(min_dim_size_to_factor=2),
+    "optax.adafactor": lambda: optax.adafactor(0.5, min_dim_size_to_factor=2),
+    "optax.add_decayed_weights": lambda: optax.add_decayed_weights(0.5),
+    "optax.measure_with_ema": lambda: optax.measure_with_ema(lambda updates: updates, 0.5),
+    "optax.monitor": lambda: optax.monitor({"norm": optax.tree.norm}),
+    "optax.contrib.galore": lambda: optax.contrib.galore(0.5, rank=2),
+    "optax.contrib.scale_by_galore": lambda: optax.contrib.scale_by_galore(rank=2),
+    "optax.contrib.sam": lambda: optax.contrib.sam(
+        optax.sgd(0.5), optax.chain(optax.contrib.normalize(), optax.sgd(0.25)), sync_period=2
+    ),
+}
+
+
+# Entries that take no vectors among their params.
+MATRICES_ONLY = {
+    "optax.contrib.galore",
+    "optax.contrib.scale_by_galore",
+    "optax.contrib.scale_by_muon",
+}
+
+# Extra args that an entry's update needs.
+NEEDS = {
+    "optax.polyak_sgd": ("value",),
+    "optax.scale_by_polyak": ("value",),
+    "optax.contrib.momo": ("value",),
+    "optax.contrib.momo_adam": ("value",),
+    "optax.contrib.reduce_on_plateau": ("value",),
+    "optax.contrib.sophia": ("obj_fn",),
+    "optax.lbfgs": ("value", "grad", "value_fn"),
+    "optax.scale_by_backtracking_linesearch": ("value", "grad", "value_fn"),
+    "optax.scale_by_zoom_linesearch": ("value", "grad", "value_fn"),
+}
+
+
+class Entry(NamedTuple):
+    name: str  # "optax.adam"
+    make: Callable[[], optax.GradientTransformation]
+
+
+def _first_leaf(tree):
+    """True for the first leaf of a tree and False for the others."""
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, [i == 0 for i in range(len(leaves))])
+
+
+def _entries():
+    for prefix, module in (("optax", optax), ("optax.contrib", optax.contrib)):
+        for name in sorted(vars(module)):
+            value, full = getattr(module, name), f"{prefix}.{name}"
+            if name.startswith("_"):
+                continue
+            if full in SPECIAL:
+                yield Entry(full, SPECIAL[full])
+            elif inspect.isfunction(value):
+                signature = inspect.signature(value, eval_str=False)
+                if "GradientTransformation" in str(signature.return_annotation):
+                    required = {
+                        p.name: ARGUMENTS[p.name]
+                        for p in signature.parameters.values()
+                        if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+                    }
+                    yield Entry(full, lambda value=value, required=required: value(**required))
+
+
+ENTRIES = list(_entries())
+BY_NAME = {entry.name: entry for entry in ENTRIES}
+
+
+def params(name, dtype):
+    """Small parameters for an entry: a matrix, and where it takes one, a vector."""
+    matrix = jnp.arange(-3, 5).reshape(4, 2) / 2
+    tree = {"matrix": matrix, "other": matrix.T if name in MATRICES_ONLY else jnp.arange(3) / 2}
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+def extra_args(name, params, gradient, value):
+    """The extra args that an entry's update needs: a loss, its value and its gradient."""
+
+    def value_fn(params):
+        return sum(jnp.sum(jnp.abs(x - 1) ** 2) for x in jax.tree.leaves(params))
+
+    available = {"value": value, "grad": gradient, "value_fn": value_fn, "obj_fn": value_fn}
+    return {needed: available[needed] for needed in NEEDS.get(name, ())}
