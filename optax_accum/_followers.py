@@ -38,7 +38,7 @@ def check_followers(own_code: CodeType) -> None:
     Raises:
       ValueError: A follower holds state, or does not map zero updates to zero.
     """
-    frame = sys._getframe(2)
+    frame = sys._getframe(1)
     while (frame := frame.f_back) is not None and _is_between(frame, own_code):
         for update, state in _followers(frame):
             if jax.tree.leaves(state):

@@ -44,9 +44,9 @@ ARGUMENTS = {
 
 # What those need that their signature does not tell.
 SPECIAL: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "optax.chain": lambda: optax.chain(optax.clip(0.5), optax.trace(0.5)),
+    "optax.chain": lambda: optax.chain(optax.scale(0.5), optax.trace(0.5)),
     "optax.named_chain": lambda: optax.named_chain(
-        ("clip", optax.clip(0.5)), ("trace", optax.trace(0.5))
+        ("scale", optax.scale(0.5)), ("trace", optax.trace(0.5))
     ),
     "optax.masked": lambda: optax.masked(optax.trace(0.5), _first_leaf),
     "optax.freeze": lambda: optax.freeze(_first_leaf),
@@ -73,6 +73,11 @@ SPECIAL: dict[str, Callable[[], optax.GradientTransformation]] = {
     "optax.monitor": lambda: optax.monitor({"norm": optax.tree.norm}),
     "optax.contrib.galore": lambda: optax.contrib.galore(0.5, rank=2),
     "optax.contrib.scale_by_galore": lambda: optax.contrib.scale_by_galore(rank=2),
+    "optax.contrib.scale_by_muon": lambda: optax.contrib.scale_by_muon(
+        weight_dimension_numbers=lambda params: jax.tree.map(
+            lambda _: optax.contrib.MuonDimensionNumbers(), params
+        )
+    ),
     "optax.contrib.sam": lambda: optax.contrib.sam(
         optax.sgd(0.5), optax.chain(optax.contrib.normalize(), optax.sgd(0.25)), sync_period=2
     ),
@@ -97,6 +102,19 @@ NEEDS = {
     "optax.lbfgs": ("value", "grad", "value_fn"),
     "optax.scale_by_backtracking_linesearch": ("value", "grad", "value_fn"),
     "optax.scale_by_zoom_linesearch": ("value", "grad", "value_fn"),
+}
+
+
+# Where law 1 does not hold, and why; tests/test_optimizers.py shows each, and prints the README's
+# table from it.
+EXCEPTIONS = {
+    "optax.lookahead": "its params are a pair, the gradients are not",
+    "optax.contrib.dpsgd": "its gradients have an axis of examples, its params do not",
+    "optax.contrib.differentially_private_aggregate": "as `dpsgd`",
+    "optax.monitor": "its state gains entries in its first update",
+}
+BFLOAT16_EXCEPTIONS = {
+    "optax.scale_by_distance_over_gradients": "its state would turn float32; here it stays bfloat16",
 }
 
 

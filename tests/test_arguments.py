@@ -1,0 +1,273 @@
+"""Bad input: each error gives the name, the rule and the value."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from optax_accum import accumulate, chain, flush, has_updated
+
+PARAMS = {"w": jnp.zeros((2, 3)), "b": {"c": jnp.zeros(3)}}
+GRADIENTS = jax.tree.map(jnp.ones_like, PARAMS)
+
+
+@pytest.mark.parametrize("every_k", [0, -1, 2.0, True, "4", None, 2**31, np.float32(2), [2]])
+def test_every_k_must_be_a_positive_int_or_a_schedule(every_k):
+    with pytest.raises(ValueError, match=r"every_k must be an int from 1 .*schedule, got ") as info:
+        accumulate(every_k, optax.sgd(0.1))
+    assert repr(every_k) in str(info.value)
+
+
+@pytest.mark.parametrize("every_k", [1, np.int64(3), np.uint8(2), lambda step: 2])
+def test_every_k_may_be_any_int_or_a_schedule(every_k):
+    tx = accumulate(every_k, optax.sgd(0.1))
+    tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize(
+    "value", [True, "2", None, jnp.ones(2), 1j, np.array([2])], ids=lambda v: type(v).__name__
+)
+def test_a_schedule_must_give_a_real_number(value):
+    tx = accumulate(lambda step: value, optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"every_k as a schedule must return a real number.*got"):
+        tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)
+
+
+def test_multisteps_order_of_arguments_is_explained():
+    with pytest.raises(ValueError, match=r"every_k comes first.*accumulate\(4, optax.adam"):
+        accumulate(optax.adam(1e-3), 4)
+    with pytest.raises(ValueError, match=r"inner must be optax gradient transformations.*got 4"):
+        accumulate(4, 4)
+    with pytest.raises(ValueError, match=r"inner must be .*a factory must be called"):
+        accumulate(4, optax.adam)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("normalize", "max", r"normalize must be one of 'mean', 'sum', 'ratio'; got 'max'"),
+        ("normalize", None, r"normalize must be one of .* got None"),
+        ("accumulator_dtype", jnp.float16, r"accumulator_dtype must have the range.*float16"),
+        ("accumulator_dtype", jnp.int32, r"accumulator_dtype must be a real floating"),
+        ("accumulator_dtype", jnp.complex64, r"accumulator_dtype must be a real floating"),
+        ("accumulator_dtype", "wide", r"accumulator_dtype must be a real floating.*'wide'"),
+        ("emit_dtype", jnp.int8, r"emit_dtype must be a real floating"),
+        ("should_skip_update_fn", True, r"should_skip_update_fn must be a function.*True"),
+        ("average_extra_args", "value", r"average_extra_args must be a tuple.*'value'"),
+        ("average_extra_args", (1,), r"average_extra_args must be a tuple.*\(1,\)"),
+        ("average_extra_args", ("weight",), r"average_extra_args must be.*other than 'weight'"),
+    ],
+)
+def test_options_are_checked_when_made(option, value, message):
+    with pytest.raises(ValueError, match=message):
+        accumulate(2, optax.sgd(0.1), **{option: value})
+
+
+@pytest.mark.parametrize("name", ["accumulator_dtype", "emit_dtype"])
+def test_float64_without_x64_is_refused_rather_than_truncated(name):
+    with pytest.raises(ValueError, match=f"{name}=float64 needs jax_enable_x64"):
+        accumulate(2, **{name: jnp.float64}).init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "message"),
+    [
+        ({"w": jnp.zeros((2, 3))}, r"missing \[\"\['b'\]\['c'\]\"\]"),
+        ({**GRADIENTS, "x": jnp.zeros(1)}, r"unexpected \[\"\['x'\]\"\]"),
+        ({"w": jnp.zeros((2, 3)), "b": {"c": None}}, r"missing \[\"\['b'\]\['c'\]\"\]"),
+        (
+            {"w": jnp.zeros((3, 2)), "b": {"c": jnp.zeros(3)}},
+            r"\['w'\] has shape \(3, 2\).*\(2, 3\)",
+        ),
+        ({"w": jnp.zeros((2, 3), int), "b": {"c": jnp.zeros(3)}}, r"floating or complex.*\['w'\]"),
+        ({"w": jnp.zeros((2, 3)) + 1j, "b": {"c": jnp.zeros(3)}}, r"wider.*\['w'\].*complex64"),
+        ([jnp.zeros((2, 3)), [jnp.zeros(3)]], r"must have the tree of the params"),
+    ],
+)
+@pytest.mark.parametrize("jit", [False, True])
+def test_gradients_must_be_those_of_the_params(gradients, message, jit):
+    tx = accumulate(2, optax.sgd(0.1))
+    update = jax.jit(tx.update) if jit else tx.update
+    with pytest.raises(ValueError, match=message):
+        update(gradients, tx.init(PARAMS), PARAMS)
+
+
+def test_containers_that_differ_are_named():
+    tx = accumulate(2)
+    state = tx.init([jnp.zeros(2)])
+    with pytest.raises(ValueError, match="the leaves are the same, the containers are not"):
+        tx.update((jnp.zeros(2),), state)
+
+
+def test_integer_params_are_named_in_init():
+    with pytest.raises(ValueError, match=r"params\['step'\] has dtype int32"):
+        accumulate(2).init({"step": jnp.zeros([], jnp.int32)})
+
+
+def test_float64_gradients_of_float32_params_are_not_narrowed_silently():
+    with jax.enable_x64(True):
+        params = jnp.zeros(2, jnp.float32)
+        tx = accumulate(2)
+        with pytest.raises(ValueError, match="float64 and its accumulator float32"):
+            tx.update(jnp.zeros(2, jnp.float64), tx.init(params))
+        asked = accumulate(2, accumulator_dtype=jnp.float32)
+        asked.update(jnp.zeros(2, jnp.float64), asked.init(params))
+
+
+@pytest.mark.parametrize("every_k", [1, 2])
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"weight": jnp.ones(2)}, r"weight must be a real scalar.*shape \(2,\)"),
+        ({"weight": "3"}, r"weight must be a real scalar, got '3'"),
+        ({"weight": 1j}, r"weight must be a real scalar.*complex"),
+        ({"flush": 1}, r"flush must be a bool scalar.*int32"),
+        ({"flush": None}, r"flush must be a bool scalar, got None"),
+        ({"flush": jnp.zeros(2, bool)}, r"flush must be a bool scalar.*\(2,\)"),
+    ],
+)
+def test_extra_args_are_scalars(every_k, extra, message):
+    tx = accumulate(every_k, optax.sgd(0.1))
+    with pytest.raises(ValueError, match=message):
+        tx.update(GRADIENTS, tx.init(PARAMS), PARAMS, **extra)
+
+
+def test_a_missing_averaged_arg_is_named():
+    tx = accumulate(2, optax.sgd(0.1), average_extra_args=("value",))
+    state = tx.init(PARAMS)
+    with pytest.raises(ValueError, match=r"average_extra_args names 'value'.*got \['loss'\]"):
+        tx.update(GRADIENTS, state, PARAMS, loss=1.0)
+    with pytest.raises(ValueError, match=r"value must be a real scalar.*\(3,\)"):
+        tx.update(GRADIENTS, state, PARAMS, value=jnp.ones(3))
+    flush(tx, state, PARAMS)  # needs none
+
+
+def test_a_state_made_for_other_averaged_args_is_refused():
+    state = accumulate(2, optax.sgd(0.1)).init(PARAMS)
+    tx = accumulate(2, optax.sgd(0.1), average_extra_args=("value",))
+    with pytest.raises(
+        ValueError, match=r"average_extra_args must be those .*\[\]; got \['value'\]"
+    ):
+        tx.update(GRADIENTS, state, PARAMS, value=1.0)
+
+
+@pytest.mark.parametrize("value", [1, jnp.ones(2, bool), None])
+def test_should_skip_update_fn_must_give_a_bool_scalar(value):
+    tx = accumulate(2, optax.sgd(0.1), should_skip_update_fn=lambda *_: (value, ()))
+    with pytest.raises(ValueError, match=r"should_skip_update_fn's value must be a bool scalar"):
+        tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)
+
+
+def test_a_state_without_a_buffer_under_a_larger_k_names_the_remedy_and_it_works():
+    one = accumulate(1, optax.adam(0.1))
+    _, state = one.update(GRADIENTS, one.init(PARAMS), PARAMS)
+    tx = accumulate(4, optax.adam(0.1))
+    with pytest.raises(ValueError, match=r"every_k=1 has no buffer.*tx.init\(params\)._replace"):
+        tx.update(GRADIENTS, state, PARAMS)
+    carried = tx.init(PARAMS)._replace(
+        gradient_step=state.gradient_step,
+        num_skipped=state.num_skipped,
+        inner_state=state.inner_state,
+    )
+    _, state = tx.update(GRADIENTS, carried, PARAMS)
+    assert state.gradient_step == 1
+    assert state.inner_state[0].count == 1
+
+
+def test_inner_must_keep_its_state():
+    grows = optax.GradientTransformation(lambda p: {}, lambda u, s, p=None: (u, {"seen": u}))
+    tx = accumulate(2, grows)
+    with pytest.raises(ValueError, match="inner must keep the tree of its state"):
+        jax.jit(tx.update)(GRADIENTS, tx.init(PARAMS))
+    turns = optax.GradientTransformation(
+        lambda p: jnp.zeros([]), lambda u, s, p=None: (u, s + jnp.complex64(1j))
+    )
+    tx = accumulate(2, turns)
+    with pytest.raises(ValueError, match="real leaves real; inner_state goes from float32"):
+        jax.jit(tx.update)(GRADIENTS, tx.init(PARAMS))
+
+
+def test_flush_needs_an_accumulator_and_names_what_works_elsewhere():
+    tx = optax.masked(accumulate(2, optax.sgd(1.0)), True)
+    with pytest.raises(TypeError, match=r"update\(gradients, opt_state, params, flush=True\)"):
+        flush(tx, tx.init(PARAMS), PARAMS)
+    updates, state = tx.update(GRADIENTS, tx.init(PARAMS), PARAMS, flush=True)
+    np.testing.assert_array_equal(updates["w"], -1)
+    assert has_updated(state)
+
+
+def test_has_updated_needs_an_accumulator():
+    with pytest.raises(ValueError, match="must hold an AccumulateState"):
+        has_updated(optax.adam(0.1).init(PARAMS))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(
+    "follower",
+    [
+        optax.adam(0.1),
+        optax.sgd(0.1, momentum=0.9),
+        optax.sgd(optax.linear_schedule(0.1, 0, 4)),
+        optax.add_decayed_weights(0.1),
+        optax.masked(optax.add_decayed_weights(0.1), {"w": True, "b": False}),
+        optax.keep_params_nonnegative(),
+        accumulate(2),
+    ],
+)
+@pytest.mark.parametrize("inner", [(), (optax.scale(-1.0),)])
+def test_wrong_followers_in_a_plain_chain_raise_and_name_both_fixes(follower, inner, jit):
+    first = accumulate(2, *inner)
+    follower_named = ("second", follower)
+    for tx in (
+        optax.chain(first, follower),
+        optax.chain(optax.clip(1.0), first, optax.scale(2.0), follower),
+        optax.chain(optax.chain(first), follower),
+        optax.chain(optax.masked(first, True), follower),
+        optax.named_chain(("first", first), follower_named),
+    ):
+        update = jax.jit(tx.update) if jit else tx.update
+        state = tx.init(PARAMS)
+        with pytest.raises(
+            ValueError, match=r"(?s)optax_accum.chain\(...\).*accumulate\(every_k, inner\)"
+        ):
+            update(GRADIENTS, state, PARAMS)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_right_followers_in_a_plain_chain_work_exactly(jit):
+    followers = (optax.clip(0.5), optax.clip_by_global_norm(1.0), optax.sgd(0.5))
+    tx = optax.chain(accumulate(2), *followers)
+    update = jax.jit(tx.update) if jit else tx.update
+    updates, state = update(GRADIENTS, tx.init(PARAMS), PARAMS)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
+    updates, _ = update(GRADIENTS, state, PARAMS)
+    bare = optax.chain(*followers)
+    want, _ = bare.update(GRADIENTS, bare.init(PARAMS), PARAMS)
+    np.testing.assert_array_equal(updates["w"], want["w"])
+
+
+def test_every_k_of_one_may_be_followed_by_anything():
+    tx = optax.chain(accumulate(1), optax.adam(0.1))
+    tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)
+
+
+def test_what_calls_an_accumulator_from_user_code_is_not_searched():
+    def meta_update(updates, state, params=None):
+        tx = accumulate(2, optax.sgd(1.0))  # somebody's own accumulator, in a loss of theirs
+        tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)
+        return updates, state
+
+    user = optax.GradientTransformation(optax.init_empty_state, meta_update)
+    tx = optax.chain(user, optax.adam(0.1))
+    tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)
+
+
+def test_an_accumulator_inside_another_is_searched_up_to_the_outer_one():
+    inside = optax.chain(accumulate(2), optax.adam(0.1))
+    tx = accumulate(2, inside)
+    with pytest.raises(ValueError, match="it holds state"):
+        jax.jit(tx.update)(GRADIENTS, tx.init(PARAMS), PARAMS)
+    tx = chain(accumulate(2), optax.chain(accumulate(2), optax.scale(-1.0)), optax.adam(0.1))
+    with pytest.raises(ValueError, match="it holds state"):
+        jax.jit(tx.update)(GRADIENTS, tx.init(PARAMS), PARAMS)

@@ -1,0 +1,87 @@
+"""What the README says runs, and is so."""
+
+import pathlib
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import laws
+import optax_accum
+from optax_accum import accumulate, chain
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_snippets_run_one_after_the_other():
+    snippets = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(snippets) >= 3
+    namespace = {}
+    for i, snippet in enumerate(snippets):
+        exec(compile(snippet, f"README snippet {i}", "exec"), namespace)
+
+
+def test_the_readme_is_short_and_names_every_file_of_the_package():
+    assert len(README.splitlines()) <= 400
+    for file in (ROOT / "optax_accum").glob("_[a-z]*.py"):
+        assert f"`optax_accum/{file.name}`" in README
+
+
+def test_pictures_and_links_lead_somewhere():
+    headings = re.findall(r"^#+ (.*)$", README, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        if target.startswith("#"):
+            assert target[1:] in anchors
+        else:
+            assert (ROOT / target).is_file(), target
+
+
+def test_all_that_is_exported_is_documented():
+    for name in ("accumulate", "chain", "flush", "has_updated", "AccumulateState"):
+        assert getattr(optax_accum, name).__doc__
+        assert f"`{name}" in README
+    assert optax_accum.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_adam_hides_a_loss_divided_by_k_and_sgd_does_not():
+    gradients = [jnp.array([3.0, -1.0]), jnp.array([1.0, -5.0])] * 2
+    divided = [g / 4 for g in gradients]
+    for inner, ratio in ((optax.sgd(1e-3), 4.0), (optax.adam(1e-3), 1.0)):
+        tx = chain(accumulate(4), inner)
+        right, _ = laws.run(tx, jnp.zeros(2), gradients)
+        wrong, _ = laws.run(tx, jnp.zeros(2), divided)
+        np.testing.assert_allclose(right / wrong, ratio, rtol=1e-5)
+
+
+def test_a_nan_poisons_multisteps_for_ever_and_one_window_here():
+    good, bad, params = jnp.ones(2), jnp.full(2, jnp.nan), jnp.zeros(2)
+    gradients = [bad, good, good, good]
+    multi = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
+    for tx, recovers in ((multi, False), (accumulate(2, optax.sgd(1.0)), True)):
+        state = tx.init(params)
+        for gradient in gradients:
+            updates, state = tx.update(gradient, state, params)
+        assert bool(jnp.isfinite(updates).all()) == recovers
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_a_rejected_micro_step_keeps_the_window_of_multisteps_open_and_counts_here(k):
+    params = jnp.zeros(2)
+    skip = {"should_skip_update_fn": optax.skip_not_finite}
+    multi = optax.MultiSteps(optax.sgd(1.0), k, **skip).gradient_transformation()
+    for tx, counted in ((multi, 0), (accumulate(k, optax.sgd(1.0), **skip), 1)):
+        _, state = tx.update(jnp.full(2, jnp.nan), tx.init(params), params)
+        assert (state.mini_step if counted == 0 else state.micro_step) == counted
+
+
+def test_without_skips_multisteps_and_accumulate_train_alike():
+    rng = np.random.default_rng(0)
+    gradients = [laws.small_integers(rng, (3,), [jnp.float32]) for _ in range(8)]
+    multi = optax.MultiSteps(optax.adam(0.5), 4).gradient_transformation()
+    want, _ = laws.run(multi, jnp.zeros(3), gradients)
+    got, _ = laws.run(accumulate(4, optax.adam(0.5)), jnp.zeros(3), gradients)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
