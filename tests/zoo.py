@@ -114,7 +114,9 @@ EXCEPTIONS = {
     "optax.monitor": "its state gains entries in its first update",
 }
 BFLOAT16_EXCEPTIONS = {
-    "optax.scale_by_distance_over_gradients": "its state would turn float32; here it stays bfloat16",
+    "optax.scale_by_distance_over_gradients": (
+        "its state would turn float32; here it stays bfloat16"
+    ),
 }
 
 
