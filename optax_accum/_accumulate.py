@@ -13,10 +13,9 @@ from optax_accum._followers import check_followers
 from optax_accum._gate import emit_or_hold, gate
 from optax_accum._window import (
     HandedOn,
-    averaged_arg,
     count,
     dtype_like,
-    like,
+    in_dtypes_of,
     real,
     strongly_typed,
     sum_dtype_of,
@@ -29,7 +28,7 @@ from optax_accum._window import (
 class AccumulateState(NamedTuple):
     """State of `accumulate`: counters, the open window and the inner state."""
 
-    micro_step: jax.Array  # int32 [], micro-steps in the open window, 0 <= micro_step < every_k
+    micro_step: jax.Array  # int32 [], micro-steps in the open window, fewer than its every_k
     gradient_step: jax.Array  # int32 [], windows that closed with an update
     emitted: jax.Array  # bool [], whether the last call closed a window with an update
     num_skipped: jax.Array  # int32 [], micro-steps rejected or without weight, since init
@@ -40,16 +39,28 @@ class AccumulateState(NamedTuple):
 
 
 class Accumulation(optax.GradientTransformationExtraArgs):
-    """A transformation with an accumulator in it, which can be flushed and continued."""
+    """A transformation with an accumulator in it, which can be flushed and continued.
 
-    flush: Callable[..., tuple[optax.Updates, Any]]  # (like, state, params, extra_args)
-    followed_by: Callable[..., "Accumulation"]  # (*transforms), behind the accumulator's gate
+    Attributes:
+      step: `update` with all arguments by position, and without a micro-step before a flush.
+      followed_by: Function of transformations, which makes this one with those behind its gate.
+    """
 
-    def __new__(cls, init, update, flush, followed_by):
+    step: Callable[..., tuple[optax.Updates, Any]]
+    followed_by: Callable[..., "Accumulation"]
+
+    def __new__(cls, init, update, step, followed_by):
         self = super().__new__(cls, init, update)
-        self.flush = flush
+        self.step = step
         self.followed_by = followed_by
         return self
+
+    def __getnewargs__(self):
+        return (self.init, self.update, self.step, self.followed_by)
+
+    def _replace(self, **changes):  # pyright: ignore[reportIncompatibleMethodOverride]
+        # With another init or update it is no longer what step and followed_by know.
+        return optax.GradientTransformationExtraArgs(self.init, self.update)._replace(**changes)
 
 
 def accumulate(
@@ -131,9 +142,10 @@ def accumulate(
     _validation.check_names("average_extra_args", average_extra_args, ("weight", "flush"))
 
     always_closes = not callable(every_k) and every_k == 1
-    tx = inner[0] if len(inner) == 1 else chain(*inner or [optax.identity()])
-    tx = optax.with_extra_args_support(tx)
-    flush_inside = tx.flush if isinstance(tx, Accumulation) else None
+    tx = optax.with_extra_args_support(
+        optax.identity() if not inner else inner[0] if len(inner) == 1 else chain(*inner)
+    )
+    step_inside = tx.step if isinstance(tx, Accumulation) else None
     sum_dtype = functools.partial(sum_dtype_of, accumulator_dtype=accumulator_dtype)
 
     def init_fn(params):
@@ -159,12 +171,7 @@ def accumulate(
         )
 
     def update_fn(gradients, state, params=None, *, weight=None, flush=False, **extra_args):
-        if not always_closes:
-            check_followers(update_fn.__code__)
         return step(gradients, state, params, extra_args, weight, flush)
-
-    def flush_fn(like, state, params, extra_args):
-        return step(like, state, params, extra_args, flush=True, is_micro_step=False)
 
     def gather(gradients, state, params, extra_args, weight, is_micro_step):
         """S, W and the sums of averaged extra args with this micro-step, and if it was accepted."""
@@ -182,7 +189,7 @@ def accumulate(
             select = lambda new, old: new if accepted is True else jnp.where(accepted, new, old)
             add = lambda s, x, scale: select(s + times(x, scale, s.dtype), s)
             averages = {
-                name: add(s, averaged_arg(name, extra_args, s.dtype), value_scale)
+                name: add(s, _validation.averaged_arg(name, extra_args, s.dtype), value_scale)
                 for name, s in averages.items()
             }
             window_weight = add(window_weight, w, 1)
@@ -193,10 +200,16 @@ def accumulate(
         return total, window_weight, averages, accepted
 
     def step(gradients, state, params, extra_args, weight=None, flush=False, is_micro_step=True):
-        """A micro-step, or only a flush: of its gradients just the dtypes count."""
+        """A micro-step, or only a flush: then the params come as gradients, for their dtypes."""
+        if not always_closes:
+            check_followers()
+        _validation.check_state(state, AccumulateState)
         buffered = state.window_sum is not None
         if buffered:
-            _validation.check_gradients(gradients, state.window_sum, accumulator_dtype is None)
+            name = "gradients" if is_micro_step else "params"
+            _validation.check_gradients(
+                name, gradients, state.window_sum, accumulator_dtype is None
+            )
         elif not always_closes:
             raise ValueError(
                 "a state made with every_k=1 has no buffer to gather a window in, and every_k is"
@@ -222,7 +235,7 @@ def accumulate(
         filled = window_weight > 0 if buffered else accepted
         updated = closes & filled
         # An accumulator inside has a window of its own to flush, even when this one is empty.
-        flushes_inside = False if flush_inside is None else flush
+        flushes_inside = False if step_inside is None else flush
         runs = closes & (filled | flushes_inside)
 
         # The reciprocal, since XLA keeps the result of a division in a buffer of its own.
@@ -234,22 +247,24 @@ def accumulate(
             args = {**extra_args, **means}
             emitted_dtype = lambda g: dtype_like(emit_dtype or real(jnp.result_type(g)), g)
             mean = jax.tree.map(lambda s, g: times(s, factor, emitted_dtype(g)), total, gradients)
-            if flush_inside is None:
+            if step_inside is None:
                 updates, new_state = tx.update(mean, inner_state, params, **args)
             else:
+                call_inside = functools.partial(step_inside, mean, params=params, extra_args=args)
                 handed_on = HandedOn(window_weight, 1 / factor)
                 updates, new_state = gate(
                     filled if may_flush else True,
-                    lambda s: tx.update(mean, s, params, weight=handed_on, flush=flush, **args),
-                    functools.partial(flush_inside, mean, params=params, extra_args=args),
+                    functools.partial(call_inside, weight=handed_on, flush=flush),
+                    functools.partial(call_inside, flush=True, is_micro_step=False),
                     inner_state,
                 )
-            return updates, like(new_state, inner_state)
+            return updates, in_dtypes_of(inner_state, new_state)
 
         updates, total, inner_state = emit_or_hold(runs, emit, total, state.inner_state, buffered)
         emitted = updated
         if flushes_inside is not False:
             emitted |= runs & has_updated(inner_state)
+        # The sum needs no reopening: where no inner ran, a window that closes holds zeros.
         reopen = lambda x: jnp.where(closes, jnp.zeros_like(x), x)
         return updates, AccumulateState(
             micro_step=reopen(state.micro_step + is_micro_step),
@@ -265,7 +280,7 @@ def accumulate(
     return Accumulation(
         init_fn,
         update_fn,
-        flush_fn,
+        step,
         lambda *transforms: accumulate(
             every_k,
             *inner,
@@ -312,17 +327,22 @@ def chain(*transforms: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 def _behind(before: Sequence[optax.GradientTransformation], last: Accumulation) -> Accumulation:
-    """`optax.chain(*before, last)`, whose flush goes to `last` alone."""
+    """`optax.chain(*before, last)`, of which a flush is for `last` alone."""
     chained = optax.chain(*before, last)
 
-    def flush_fn(like, state, params, extra_args):
-        updates, last_state = last.flush(like, state[-1], params, extra_args)
-        return updates, (*state[:-1], last_state)
+    def step(gradients, state, params, extra_args, weight=None, flush=False, is_micro_step=True):
+        states: Any = state[:-1]
+        if before and is_micro_step:
+            gradients, states = optax.chain(*before).update(gradients, states, params, **extra_args)
+        updates, last_state = last.step(
+            gradients, state[-1], params, extra_args, weight, flush, is_micro_step
+        )
+        return updates, (*states, last_state)
 
     return Accumulation(
         chained.init,
         chained.update,
-        flush_fn,
+        step,
         lambda *transforms: _behind(before, last.followed_by(*transforms)),
     )
 
@@ -337,7 +357,8 @@ def flush(
 
     It is `update` without a gradient, for the short window at the end of an epoch. What stands
     before the accumulator in a `chain` is not called. An empty window gives zeros and changes
-    nothing but `emitted`.
+    nothing but `emitted`. The mean comes in the dtypes of the parameters, unless `emit_dtype` is
+    set: there is no gradient to tell others.
 
     Args:
       tx: What `accumulate` or `chain` returned.
@@ -350,6 +371,7 @@ def flush(
       Updates and new state, as from `tx.update`.
 
     Raises:
+      ValueError: `weight` or `flush` is passed: there is no micro-step to weigh.
       TypeError: `tx` does not come from `accumulate` or `chain`. Inside `optax.masked`,
         `optax.partition` and the like use `tx.update(..., flush=True)`.
 
@@ -370,7 +392,9 @@ def flush(
             f" {type(tx).__name__}; around it, close the window with a micro-step:"
             " tx.update(gradients, opt_state, params, flush=True)."
         )
-    return tx.flush(params, opt_state, params, extra_args)
+    _validation.check_params(params)
+    _validation.check_not_passed("flush", extra_args, ("weight", "flush"))
+    return tx.step(params, opt_state, params, extra_args, None, True, False)
 
 
 def has_updated(opt_state: optax.OptState) -> jax.Array:

@@ -5,7 +5,6 @@ micro-step, off the boundary with zeros. That is harmless for a follower without
 zeros to zeros, and silently wrong for any other.
 """
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
@@ -17,52 +16,52 @@ import optax
 from jax.core import Tracer
 
 
-def _code(function: Any) -> CodeType:
-    return function.__code__
+def _code(function: Any) -> CodeType | None:
+    return getattr(function, "__code__", None)
 
 
-_CHAIN_CODE = _code(optax.chain(optax.identity()).update)
-_NAMED_CHAIN_CODE = _code(optax.named_chain(("identity", optax.identity())).update)
+_CHAIN = _code(optax.chain(optax.identity()).update)
+_NAMED_CHAIN = _code(optax.named_chain(("identity", optax.identity())).update)
 
 
-def check_followers(own_code: CodeType) -> None:
-    """Raise if a calling plain chain goes on with something that only a window may run.
+def check_followers() -> None:
+    """Raise if a plain chain that calls this accumulator goes on with what only a window may run.
 
-    Reads the frames of the optax chains that called this accumulator, through whatever optax
-    wrapper stands between, up to the first caller outside optax and jax or up to an outer
-    accumulator, which gates what it calls. A chain of an unknown form passes unchecked.
-
-    Args:
-      own_code: code of an accumulator's update, where the walk ends.
+    Reads the frames of the optax chains on the way here, through whatever wrapper of optax or of
+    this library stands between, up to the first caller from elsewhere. A chain whose update has
+    not the variables that are known today passes unchecked.
 
     Raises:
       ValueError: A follower holds state, or does not map zero updates to zero.
     """
     frame = sys._getframe(1)
-    while (frame := frame.f_back) is not None and _is_between(frame, own_code):
-        for update, state in _followers(frame):
+    while (frame := frame.f_back) is not None and _is_between(frame):
+        for position, update, state in _followers(frame):
             if jax.tree.leaves(state):
-                _refuse(update, "it holds state, which would advance in every micro-step")
+                _refuse(position, "holds state, which would advance in every micro-step")
             like = frame.f_locals["params"]
             like = frame.f_locals["updates"] if like is None else like
             if not _keeps_zeros(update, state, like, frame.f_locals["extra_args"]):
-                _refuse(update, "it does not map zero updates to zero updates")
+                _refuse(position, "does not map zero updates to zero updates")
 
 
-def _is_between(frame: FrameType, own_code: CodeType) -> bool:
+def _is_between(frame: FrameType) -> bool:
     package = frame.f_globals.get("__name__", "").partition(".")[0]
-    return package in ("optax", "jax") and frame.f_code is not own_code
+    return package in ("optax", "jax", "optax_accum")
 
 
-def _followers(frame: FrameType) -> Iterator[tuple[Callable, Any]]:
-    """(update, state) of all that the chain running in `frame` has still to call."""
+def _followers(frame: FrameType) -> Iterator[tuple[int, Callable, Any]]:
+    """Position, update and state of all that the chain running in `frame` has still to call."""
     names = frame.f_locals
-    if frame.f_code is _CHAIN_CODE:
-        after = len(names["new_state"]) + 1
-        yield from zip(names["update_fns"][after:], names["state"][after:], strict=True)
-    elif frame.f_code is _NAMED_CHAIN_CODE:
-        for name, transform in names["transforms"][len(names["new_state"]) + 1 :]:
-            yield transform.update, names["state"][name]
+    common = {"updates", "state", "params", "extra_args", "new_state"}
+    if frame.f_code is _CHAIN and common | {"update_fns"} <= names.keys():
+        steps = list(zip(names["update_fns"], names["state"], strict=True))
+    elif frame.f_code is _NAMED_CHAIN and common | {"transforms"} <= names.keys():
+        steps = [(tx.update, names["state"][name]) for name, tx in names["transforms"]]
+    else:
+        return
+    for position in range(len(names["new_state"]) + 1, len(steps)):
+        yield position, *steps[position]
 
 
 def _keeps_zeros(update: Callable, state: Any, like: Any, extra_args: dict[str, Any]) -> bool:
@@ -84,13 +83,10 @@ def _keeps_zeros(update: Callable, state: Any, like: Any, extra_args: dict[str, 
             return True
 
 
-def _refuse(update: Callable, reason: str) -> None:
-    closed_over = inspect.getclosurevars(update).nonlocals if inspect.isfunction(update) else {}
-    if "tx" in closed_over:  # optax.with_extra_args_support stands around it
-        update = closed_over["tx"].update
-    name = getattr(update, "__qualname__", repr(update)).partition(".<locals>")[0]
+def _refuse(position: int, reason: str) -> None:
     raise ValueError(
-        f"In a plain optax.chain, {name!r} follows accumulate(every_k), but {reason}. Use"
-        " optax_accum.chain(...) in place of optax.chain(...), or put it inside:"
-        " accumulate(every_k, inner)."
+        f"In a plain optax.chain, transformation {position} (from 0) comes after an"
+        f" accumulate(k), but it {reason}. Use optax_accum.chain(...) in place of"
+        " optax.chain(...), with accumulate(k) as an argument of its own, or put what"
+        " follows inside: accumulate(k, inner)."
     )

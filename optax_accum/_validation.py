@@ -9,6 +9,8 @@ import numpy as np
 import optax
 from jax.tree_util import keystr, tree_flatten_with_path
 
+Schedule = Callable[[jax.Array], jax.typing.ArrayLike]
+
 _LARGEST_K = 2**31 - 1  # micro_step is an int32
 
 
@@ -46,8 +48,8 @@ def check_inner(inner: Iterable[Any]) -> None:
         if not isinstance(transform, optax.GradientTransformation):
             hint = " (a factory must be called)" if callable(transform) else ""
             raise ValueError(
-                "inner must be optax gradient transformations, as in"
-                f" accumulate(4, optax.adam(1e-3)); got {transform!r}{hint}."
+                "inner must be optax gradient transformations, and every_k comes before them, as"
+                f" in accumulate(4, optax.adam(1e-3)); got {transform!r}{hint}."
             )
 
 
@@ -126,6 +128,16 @@ def scalar(name: str, value: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
     return jnp.asarray(value, dtype)
 
 
+def averaged_arg(name: str, extra_args: dict[str, Any], dtype: Any) -> jax.Array:
+    """The scalar extra arg of this name."""
+    if name not in extra_args:
+        raise ValueError(
+            f"average_extra_args names {name!r}, so each update needs it: tx.update(gradients,"
+            f" opt_state, params, {name}=...); got {sorted(extra_args) or 'no extra args'}."
+        )
+    return scalar(name, extra_args[name], dtype)
+
+
 def check_inexact(tree: Any, what: str) -> None:
     """Require floating or complex leaves, which alone have gradients to sum."""
     for path, leaf in tree_flatten_with_path(tree)[0]:
@@ -137,9 +149,9 @@ def check_inexact(tree: Any, what: str) -> None:
             )
 
 
-def check_gradients(gradients: Any, window_sum: Any, strict_dtype: bool) -> None:
+def check_gradients(name: str, gradients: Any, window_sum: Any, strict_dtype: bool) -> None:
     """Require gradients that the window can gather: its tree, its shapes, dtypes it can hold."""
-    check_inexact(gradients, "gradients")
+    check_inexact(gradients, name)
     got, got_def = tree_flatten_with_path(gradients)
     want, want_def = tree_flatten_with_path(window_sum)
     if got_def != want_def:
@@ -153,14 +165,13 @@ def check_gradients(gradients: Any, window_sum: Any, strict_dtype: bool) -> None
             else f"the leaves are the same, the containers are not: {got_def} against {want_def}"
         )
         raise ValueError(
-            "gradients must have the tree of the params that init was given; in the gradients:"
-            f" {detail}."
+            f"{name} must have the tree of the params that init was given; in the {name}: {detail}."
         )
     for (path, gradient), (_, total) in zip(got, want, strict=True):
-        where = f"gradients{keystr(path)}"
+        where = f"{name}{keystr(path)}"
         if jnp.shape(gradient) != total.shape:
             raise ValueError(
-                f"gradients must have the shapes of the params that init was given; {where} has"
+                f"{name} must have the shapes of the params that init was given; {where} has"
                 f" shape {jnp.shape(gradient)}, its parameter {total.shape}."
             )
         dtype = _dtype(gradient)
@@ -169,9 +180,34 @@ def check_gradients(gradients: Any, window_sum: Any, strict_dtype: bool) -> None
         too_wide |= strict_dtype and jnp.promote_types(dtype, total.dtype) != total.dtype
         if too_wide:
             raise ValueError(
-                f"gradients must not be wider than their accumulator; {where} has dtype"
-                f" {dtype} and its accumulator {total.dtype}. Cast the gradient, or set"
+                f"{name} must not be wider than their accumulator; {where} has dtype"
+                f" {dtype} and its accumulator {total.dtype}. Cast them, or set"
                 " accumulator_dtype."
+            )
+
+
+def check_state(state: Any, state_type: type) -> None:
+    """Require the state that `init` made."""
+    if not isinstance(state, state_type):
+        raise ValueError(
+            f"opt_state must hold the {state_type.__name__} that tx.init made, as in"
+            f" tx.update(gradients, opt_state, params); got a {type(state).__name__} in its place."
+        )
+
+
+def check_params(params: Any) -> None:
+    """Require parameters, which `flush` takes for gradients."""
+    if params is None:
+        raise ValueError("params must not be None: flush has no gradient to take the dtypes from.")
+
+
+def check_not_passed(function: str, extra_args: dict[str, Any], names: Iterable[str]) -> None:
+    """Require that none of `names` is among the extra args."""
+    for name in names:
+        if name in extra_args:
+            raise ValueError(
+                f"{function} has no micro-step, and so takes no {name}; got"
+                f" {name}={extra_args[name]!r}. Pass it to tx.update."
             )
 
 
@@ -204,6 +240,3 @@ def _is_real(dtype: Any) -> bool:
 
 def _dtype(leaf: Any) -> Any:
     return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-
-
-Schedule = Callable[[jax.Array], jax.typing.ArrayLike]

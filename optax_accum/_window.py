@@ -28,16 +28,6 @@ def weights(weight: Any, normalize: str, dtype: Any) -> tuple[Any, Any, Any]:
     return weight, scale, scale
 
 
-def averaged_arg(name: str, extra_args: dict[str, Any], dtype: Any) -> jax.Array:
-    """The scalar extra arg of this name."""
-    if name not in extra_args:
-        raise ValueError(
-            f"average_extra_args names {name!r}, so each update needs it: tx.update(gradients,"
-            f" opt_state, params, {name}=...); got {sorted(extra_args) or 'no extra args'}."
-        )
-    return _validation.scalar(name, extra_args[name], dtype)
-
-
 def times(x: Any, factor: Any, dtype: Any) -> jax.Array:
     """`x * factor` in `dtype`, computed no narrower than float32."""
     wide = jnp.promote_types(jnp.promote_types(jnp.result_type(x), dtype), jnp.float32)
@@ -75,10 +65,10 @@ def count(count: jax.Array, happened: Any) -> jax.Array:
     return jnp.where(happened, optax.safe_increment(count), count)
 
 
-def like(new: Any, old: Any) -> Any:
+def in_dtypes_of(old: Any, new: Any) -> Any:
     """The new inner state in the dtypes of the old one, which must not change."""
     _validation.check_same_structure(new, old)
-    return jax.tree.map(lambda n, o: lax.convert_element_type(n, o.dtype), new, old)
+    return jax.tree.map(lambda o, n: lax.convert_element_type(n, o.dtype), old, new)
 
 
 def strongly_typed(leaf: Any) -> jax.Array:

@@ -1,12 +1,14 @@
 """Bad input: each error gives the name, the rule and the value."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from optax_accum import accumulate, chain, flush, has_updated
+from optax_accum import _followers, accumulate, chain, flush, has_updated
 
 PARAMS = {"w": jnp.zeros((2, 3)), "b": {"c": jnp.zeros(3)}}
 GRADIENTS = jax.tree.map(jnp.ones_like, PARAMS)
@@ -229,7 +231,7 @@ def test_wrong_followers_in_a_plain_chain_raise_and_name_both_fixes(follower, in
         update = jax.jit(tx.update) if jit else tx.update
         state = tx.init(PARAMS)
         with pytest.raises(
-            ValueError, match=r"(?s)optax_accum.chain\(...\).*accumulate\(every_k, inner\)"
+            ValueError, match=r"(?s)optax_accum.chain\(...\).*accumulate\(k, inner\)"
         ):
             update(GRADIENTS, state, PARAMS)
 
@@ -263,11 +265,84 @@ def test_what_calls_an_accumulator_from_user_code_is_not_searched():
     tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)
 
 
-def test_an_accumulator_inside_another_is_searched_up_to_the_outer_one():
-    inside = optax.chain(accumulate(2), optax.adam(0.1))
-    tx = accumulate(2, inside)
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: accumulate(2, optax.chain(accumulate(2), optax.adam(0.1))),
+        lambda: chain(
+            accumulate(2), optax.chain(accumulate(2), optax.scale(-1.0)), optax.adam(0.1)
+        ),
+        lambda: optax.chain(accumulate(1, accumulate(2)), optax.adam(0.1)),
+        lambda: optax.chain(accumulate(1, optax.masked(accumulate(2), True)), optax.adam(0.1)),
+        lambda: chain(optax.masked(accumulate(2), True), optax.adam(0.1)),
+    ],
+)
+def test_an_accumulator_inside_another_is_searched_too(make, jit):
+    tx = make()
+    update = jax.jit(tx.update) if jit else tx.update
     with pytest.raises(ValueError, match="it holds state"):
-        jax.jit(tx.update)(GRADIENTS, tx.init(PARAMS), PARAMS)
-    tx = chain(accumulate(2), optax.chain(accumulate(2), optax.scale(-1.0)), optax.adam(0.1))
+        update(GRADIENTS, tx.init(PARAMS), PARAMS)
+
+
+def test_followers_of_the_leaves_that_the_accumulator_leaves_out_belong_in_a_partition():
+    mask, rest = {"w": True, "b": {"c": False}}, {"w": False, "b": {"c": True}}
+    first, second = accumulate(2, optax.sgd(0.1)), optax.adam(0.1)
+    tx = optax.chain(optax.masked(first, mask), optax.masked(second, rest))
     with pytest.raises(ValueError, match="it holds state"):
-        jax.jit(tx.update)(GRADIENTS, tx.init(PARAMS), PARAMS)
+        tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)
+    tx = optax.partition({True: first, False: second}, mask)
+    tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)
+
+
+def test_the_check_of_followers_fails_open(monkeypatch):
+    tx = optax.chain(accumulate(2), optax.adam(0.1))
+    monkeypatch.setattr(_followers, "_CHAIN", None)  # an optax whose chain reads otherwise
+    tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)
+    monkeypatch.undo()
+
+    def traced_scale(rate):
+        tx = optax.chain(accumulate(2), optax.scale(rate))  # a probe cannot run this one
+        return tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)[0]
+
+    jax.jit(traced_scale)(0.5)
+
+
+def test_a_copied_transformation_still_chains_and_flushes():
+    tx = copy.deepcopy(chain(copy.copy(accumulate(4)), optax.sgd(1.0)))
+    _, state = tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)
+    updates, _ = flush(tx, state, PARAMS)
+    np.testing.assert_array_equal(updates["w"], -1)
+    plain = chain(tx, optax.scale(2.0))._replace(init=tx.init)
+    with pytest.raises(TypeError, match="to be flushed"):
+        flush(plain, state, PARAMS)
+
+
+@pytest.mark.parametrize("every_k", [1, 2])
+def test_a_wrong_state_is_named(every_k):
+    tx = accumulate(every_k, optax.sgd(0.1))
+    state = tx.init(PARAMS)
+    multi = optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS)
+    for call in (
+        lambda: tx.update(GRADIENTS, PARAMS, state),
+        lambda: tx.update(GRADIENTS, multi, PARAMS),
+        lambda: flush(tx, PARAMS, state),
+    ):
+        with pytest.raises(ValueError, match=r"opt_state must hold the AccumulateState.*got a "):
+            call()
+    with pytest.raises(ValueError, match="params must not be None"):
+        flush(tx, state, None)
+
+
+@pytest.mark.parametrize("extra", [{"weight": 3.0}, {"flush": True}])
+def test_flush_takes_no_weight(extra):
+    tx = accumulate(2, optax.sgd(0.1))
+    with pytest.raises(ValueError, match=rf"takes no {next(iter(extra))}; got"):
+        flush(tx, tx.init(PARAMS), PARAMS, **extra)
+
+
+def test_arguments_of_multisteps_are_no_arguments_here():
+    with pytest.raises(TypeError, match="every_k"):
+        accumulate(optax.adam(0.1), every_k=4)
+    with pytest.raises(TypeError, match="every_k_schedule"):
+        accumulate(optax.adam(0.1), every_k_schedule=4)

@@ -1,5 +1,6 @@
 """An accumulator inside, around and beside other things of optax, jax and flax."""
 
+import chex
 import flax.linen as linen
 import jax
 import jax.numpy as jnp
@@ -118,9 +119,9 @@ def test_wrappers_inside_see_windows_only(make, jit):
         tx = optax.GradientTransformation(tx.init, jax.jit(tx.update))
     params, state = laws.run(tx, PARAMS, grads)
     want, inner_state = laws.run(inner, PARAMS, windows)
-    chex_close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    jax.tree.map(chex_close, params, want)
-    assert jax.tree.structure(state.inner_state) == jax.tree.structure(inner_state)
+    chex.assert_trees_all_close(
+        (params, state.inner_state), (want, inner_state), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_zero_nans_before_the_accumulator_saves_the_window():
@@ -283,16 +284,31 @@ def test_orbax_checkpoints_in_mid_window_restore_bit_for_bit(tmp_path, every_k):
     laws.assert_bitwise(laws.run(tx, params, grads[4:], state=state), want)
 
 
-def test_linen_train_state_trains_in_windows():
+@pytest.mark.parametrize("written_out", [False, True])
+def test_linen_train_state_trains_in_windows(written_out):
     model = linen.Dense(2)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)), jnp.float32)
     variables = model.init(jax.random.key(0), x)
     loss = lambda params, x: jnp.mean(model.apply(params, x) ** 2)
     state = TrainState.create(
-        apply_fn=model.apply, params=variables, tx=chain(accumulate(3), optax.sgd(1.0))
+        apply_fn=model.apply,
+        params=variables,
+        tx=chain(accumulate(8 if written_out else 3), optax.sgd(1.0)),
     )
     for i in range(0, 6, 2):
-        state = state.apply_gradients(grads=jax.grad(loss)(variables, x[i : i + 2]))
+        grads = jax.grad(loss)(variables, x[i : i + 2])
+        if written_out:  # the README's lines for what apply_gradients has no arguments for
+            updates, opt_state = state.tx.update(
+                grads, state.opt_state, state.params, weight=2, flush=i == 4
+            )
+            state = state.replace(
+                step=state.step + 1,
+                params=optax.apply_updates(state.params, updates),
+                opt_state=opt_state,
+            )
+        else:
+            state = state.apply_gradients(grads=grads)
+    assert state.step == 3
     big = jax.grad(loss)(variables, x)
     jax.tree.map(
         lambda p, v, g: np.testing.assert_allclose(p, v - g, rtol=1e-5, atol=1e-6),

@@ -57,7 +57,7 @@ def test_adam_hides_a_loss_divided_by_k_and_sgd_does_not():
         np.testing.assert_allclose(right / wrong, ratio, rtol=1e-5)
 
 
-def test_a_nan_poisons_multisteps_for_ever_and_one_window_here():
+def test_a_nan_stays_in_the_accumulator_of_multisteps_and_not_in_ours():
     good, bad, params = jnp.ones(2), jnp.full(2, jnp.nan), jnp.zeros(2)
     gradients = [bad, good, good, good]
     multi = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()

@@ -69,6 +69,10 @@ SPECIAL: dict[str, Callable[[], optax.GradientTransformation]] = {
     "optax.scale_by_factored_rms": lambda: optax.scale_by_factored_rms(min_dim_size_to_factor=2),
     "optax.adafactor": lambda: optax.adafactor(0.5, min_dim_size_to_factor=2),
     "optax.add_decayed_weights": lambda: optax.add_decayed_weights(0.5),
+    "optax.nadam": lambda: optax.nadam(0.5),
+    "optax.nadamw": lambda: optax.nadamw(0.5),
+    "optax.contrib.dog": lambda: optax.contrib.dog(),
+    "optax.contrib.dowg": lambda: optax.contrib.dowg(),
     "optax.measure_with_ema": lambda: optax.measure_with_ema(lambda updates: updates, 0.5),
     "optax.monitor": lambda: optax.monitor({"norm": optax.tree.norm}),
     "optax.contrib.galore": lambda: optax.contrib.galore(0.5, rank=2),
@@ -113,10 +117,60 @@ EXCEPTIONS = {
     "optax.contrib.differentially_private_aggregate": "as `dpsgd`",
     "optax.monitor": "its state gains entries in its first update",
 }
+COMPLEX_EXCEPTIONS = {
+    "optax.scale_by_distance_over_gradients": "its real state turns complex: an error here",
+}
 BFLOAT16_EXCEPTIONS = {
     "optax.scale_by_distance_over_gradients": (
         "its state would turn float32; here it stays bfloat16"
     ),
+}
+
+
+# Functions that optax exports beside its transformations.
+_NAMES = """
+    MaskOrFn OptState Params ScalarOrSchedule Schedule Updates apply_updates
+    constant_schedule contrib.hutchinson_estimator_diag_hessian
+    contrib.schedule_free_eval_params convex_kl_divergence cosine_decay_schedule
+    cosine_distance cosine_onecycle_schedule cosine_similarity ctc_loss
+    ctc_loss_with_forward_probs differentially_private_aggregate dpsgd exponential_decay
+    generalized_kl_divergence global_norm hinge_loss huber_loss incremental_update
+    init_empty_state join_schedules kl_divergence l2_loss linear_onecycle_schedule
+    linear_schedule log_cosh matrix_inverse_pth_root microbatch multi_normal nnls ntxent
+    per_example_global_norm_clip per_example_layer_norm_clip periodic_update
+    piecewise_constant_schedule piecewise_interpolate_schedule polynomial_schedule
+    power_iteration safe_increment safe_int32_increment safe_norm safe_root_mean_squares
+    scale_gradient sgdr_schedule sigmoid_binary_cross_entropy skip_large_updates
+    skip_not_finite smooth_labels softmax_cross_entropy
+    softmax_cross_entropy_with_integer_labels value_and_grad_from_state
+    warmup_cosine_decay_schedule warmup_exponential_decay_schedule
+"""
+NO_TRANSFORMATIONS = {f"optax.{name}" for name in _NAMES.split()}
+
+# Entries that a plain chain may call after an accumulator: no state, and zeros stay zeros.
+RIGHT_FOLLOWERS = {
+    "optax.adaptive_grad_clip",
+    "optax.centralize",
+    "optax.clip",
+    "optax.clip_by_block_rms",
+    "optax.clip_by_global_norm",
+    "optax.freeze",
+    "optax.identity",
+    "optax.normalize_by_update_norm",
+    "optax.polyak_sgd",
+    "optax.scale",
+    "optax.scale_by_learning_rate",
+    "optax.scale_by_param_block_norm",
+    "optax.scale_by_param_block_rms",
+    "optax.scale_by_polyak",
+    "optax.scale_by_sign",
+    "optax.scale_by_trust_ratio",
+    "optax.selective_transform",
+    "optax.set_to_zero",
+    "optax.sgd",
+    "optax.sign_sgd",
+    "optax.stateless",
+    "optax.stateless_with_tree_map",
 }
 
 
