@@ -216,7 +216,11 @@ def train(images, arm, args, log, writer):
         "temp_bytes": temp_bytes,
         "peak_bytes_in_use": peak_bytes_in_use if arm == args.arms[0] else None,
         "first_update_max_diff": first_update_max_diff(images, arm, args),
-        "config": vars(args) | {"arms": [str(arm) for arm in args.arms]},
+        "config": {
+            name: [str(arm) for arm in value] if name == "arms" else value
+            for name, value in vars(args).items()
+            if name not in ("data_dir", "out")  # paths of one machine
+        },
         "versions": {"jax": jax.__version__, "device": jax.devices()[0].device_kind},
         "commit": commit(),
         "curve": curve,

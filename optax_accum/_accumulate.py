@@ -38,29 +38,22 @@ class AccumulateState(NamedTuple):
     inner_state: optax.OptState
 
 
-class Accumulation(optax.GradientTransformationExtraArgs):
-    """A transformation with an accumulator in it, which can be flushed and continued.
+class _Accumulator(NamedTuple):
+    """What `flush`, `chain` and an outer accumulator do with one; hung on its `update`."""
 
-    Attributes:
-      step: `update` with all arguments by position, and without a micro-step before a flush.
-      followed_by: Function of transformations, which makes this one with those behind its gate.
-    """
+    step: Callable[..., tuple[optax.Updates, Any]]  # update, and a flush without a micro-step
+    followed_by: Callable[..., optax.GradientTransformationExtraArgs]  # with more behind its gate
+    averaged: frozenset[str]  # extra args that it averages
 
-    step: Callable[..., tuple[optax.Updates, Any]]
-    followed_by: Callable[..., "Accumulation"]
 
-    def __new__(cls, init, update, step, followed_by):
-        self = super().__new__(cls, init, update)
-        self.step = step
-        self.followed_by = followed_by
-        return self
+def _accumulator_in(tx: optax.GradientTransformation) -> _Accumulator | None:
+    return getattr(tx.update, "accumulator", None)
 
-    def __getnewargs__(self):
-        return (self.init, self.update, self.step, self.followed_by)
 
-    def _replace(self, **changes):  # pyright: ignore[reportIncompatibleMethodOverride]
-        # With another init or update it is no longer what step and followed_by know.
-        return optax.GradientTransformationExtraArgs(self.init, self.update)._replace(**changes)
+def _transformation(init, update, accumulator) -> optax.GradientTransformationExtraArgs:
+    # On the function, where it outlives copies and tree_map of the tuple.
+    update.accumulator = accumulator
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def accumulate(
@@ -71,7 +64,7 @@ def accumulate(
     emit_dtype: jax.typing.DTypeLike | None = None,
     should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
     average_extra_args: Sequence[str] = (),
-) -> Accumulation:
+) -> optax.GradientTransformationExtraArgs:
     """Gather gradients over a window of micro-steps and run `inner` once, on their mean.
 
     Micro-step i of a window brings a gradient gᵢ and a weight wᵢ (1 unless `weight=` is passed).
@@ -85,7 +78,8 @@ def accumulate(
     `update` takes these extra args, and hands all others to `inner`:
 
     - `weight`: real scalar, wᵢ: the examples or tokens of the micro-batch. Only weights above 0
-      count; a micro-step of weight 0, below 0 or NaN adds nothing, even where its gradient is NaN.
+      count; a micro-step of weight 0, below 0, infinite or NaN adds nothing, even where its
+      gradient is NaN.
     - `flush`: bool scalar, whether to close the window with this micro-step.
 
     Where `inner` is itself an accumulator, it receives W as its weight, and `flush`.
@@ -105,7 +99,8 @@ def accumulate(
         The info is dropped.
       average_extra_args: Names of scalar extra args whose mean over the window reaches `inner`
         instead of the last value, weighted as the gradients are (under `"ratio"` Σ vᵢ / Σ wᵢ):
-        `value=` for `optax.contrib.reduce_on_plateau`, say.
+        `value=` for `optax.contrib.reduce_on_plateau`, say. Of nested accumulators the innermost
+        names them, and all average them.
 
     Returns:
       A `GradientTransformationExtraArgs` with an `AccumulateState`. A window whose weights are all
@@ -134,7 +129,7 @@ def accumulate(
       (arXiv:1706.02677), remark 3, for the normalisation by the whole batch.
     """
     _validation.check_every_k(every_k)
-    _validation.check_inner(inner)
+    _validation.check_transforms("inner", inner)
     _validation.check_choice("normalize", normalize, ("mean", "sum", "ratio"))
     _validation.check_accumulator_dtype(accumulator_dtype)
     _validation.check_dtype("emit_dtype", emit_dtype)
@@ -145,7 +140,11 @@ def accumulate(
     tx = optax.with_extra_args_support(
         optax.identity() if not inner else inner[0] if len(inner) == 1 else chain(*inner)
     )
-    step_inside = tx.step if isinstance(tx, Accumulation) else None
+    inside = _accumulator_in(tx)
+    averaged = frozenset(average_extra_args)
+    if inside is not None:
+        _validation.check_averaged_inside(averaged, inside.averaged)
+        averaged = inside.averaged
     sum_dtype = functools.partial(sum_dtype_of, accumulator_dtype=accumulator_dtype)
 
     def init_fn(params):
@@ -155,7 +154,7 @@ def accumulate(
             _validation.check_inexact(params, "params")
         sum_dtypes = [real(sum_dtype(p)) for p in jax.tree.leaves(params)]
         weight_dtype = functools.reduce(jnp.promote_types, sum_dtypes, jnp.float32)
-        averages = {name: jnp.zeros([], weight_dtype) for name in average_extra_args}
+        averages = {name: jnp.zeros([], weight_dtype) for name in sorted(averaged)}
         return AccumulateState(
             micro_step=jnp.zeros([], jnp.int32),
             gradient_step=jnp.zeros([], jnp.int32),
@@ -177,39 +176,40 @@ def accumulate(
         """S, W and the sums of averaged extra args with this micro-step, and if it was accepted."""
         total, window_weight = state.window_sum, state.window_weight
         averages = state.extras.get("averages", {})
-        _validation.check_averages(averages, average_extra_args)
+        _validation.check_averages(averages, averaged)
         accepted, scale = False, 1
         if is_micro_step:
             w, scale, value_scale = weights(weight, normalize, window_weight.dtype)
-            accepted = weight is None or w > 0
+            accepted = weight is None or (w > 0) & (w < jnp.inf)
             if should_skip_update_fn is not None:
-                skip, _ = should_skip_update_fn(gradients, state.gradient_step, params)
-                accepted &= ~_validation.scalar("should_skip_update_fn's value", skip, jnp.bool_)
-            # Selected, not multiplied, since 0 * NaN is NaN.
+                skip = should_skip_update_fn(gradients, state.gradient_step, params)
+                accepted &= ~_validation.skip_decision(skip)
+            # Selected, not multiplied, since 0 * NaN is NaN; and before the product too, since
+            # the derivative of an unselected NaN is NaN.
             select = lambda new, old: new if accepted is True else jnp.where(accepted, new, old)
-            add = lambda s, x, scale: select(s + times(x, scale, s.dtype), s)
+            factor = lambda scale: scale if isinstance(scale, int) else select(scale, 1)
+            add = lambda s, x, scale: select(s + times(select(x, 0), factor(scale), s.dtype), s)
             averages = {
                 name: add(s, _validation.averaged_arg(name, extra_args, s.dtype), value_scale)
                 for name, s in averages.items()
             }
             window_weight = add(window_weight, w, 1)
-            if total is not None:
+            if _is_buffered(state, gradients):
                 total = jax.tree.map(lambda s, g: add(s, g, scale), total, gradients)
-        if total is None:
+        if not _is_buffered(state, gradients):
             total = jax.tree.map(lambda g: times(g, scale, sum_dtype(g)), gradients)
         return total, window_weight, averages, accepted
 
     def step(gradients, state, params, extra_args, weight=None, flush=False, is_micro_step=True):
         """A micro-step, or only a flush: then the params come as gradients, for their dtypes."""
-        if not always_closes:
+        if not always_closes or should_skip_update_fn is not None:
             check_followers()
         _validation.check_state(state, AccumulateState)
-        buffered = state.window_sum is not None
+        buffered = _is_buffered(state, gradients)
         if buffered:
             name = "gradients" if is_micro_step else "params"
-            _validation.check_gradients(
-                name, gradients, state.window_sum, accumulator_dtype is None
-            )
+            is_free = accumulator_dtype is not None or isinstance(weight, HandedOn)
+            _validation.check_gradients(name, gradients, state.window_sum, any_width=is_free)
         elif not always_closes:
             raise ValueError(
                 "a state made with every_k=1 has no buffer to gather a window in, and every_k is"
@@ -235,27 +235,39 @@ def accumulate(
         filled = window_weight > 0 if buffered else accepted
         updated = closes & filled
         # An accumulator inside has a window of its own to flush, even when this one is empty.
-        flushes_inside = False if step_inside is None else flush
+        flushes_inside = False if inside is None else flush
         runs = closes & (filled | flushes_inside)
 
         # The reciprocal, since XLA keeps the result of a division in a buffer of its own.
         per_weight = 1 / jnp.where(filled, window_weight, 1)
         factor = jnp.ones_like(per_weight) if normalize == "sum" else per_weight
+        means = {name: value * per_weight for name, value in averages.items()}
+        if not buffered and weight is None:  # a window of one: even a subnormal stays what it is
+            factor, means = 1, {}
+        args = {**extra_args, **means}
+        # An accumulator inside takes the mean unrounded, and the gradients' dtypes with it.
+        like = weight.like if isinstance(weight, HandedOn) else gradients
+        emitted_dtype = lambda s, g: dtype_like(
+            emit_dtype or real(jnp.result_type(g if inside is None else s)), g
+        )
 
         def emit(total, inner_state):
-            means = {name: value * per_weight for name, value in averages.items()}
-            args = {**extra_args, **means}
-            emitted_dtype = lambda g: dtype_like(emit_dtype or real(jnp.result_type(g)), g)
-            mean = jax.tree.map(lambda s, g: times(s, factor, emitted_dtype(g)), total, gradients)
-            if step_inside is None:
+            mean = jax.tree.map(lambda s, g: times(s, factor, emitted_dtype(s, g)), total, like)
+            if inside is None:
                 updates, new_state = tx.update(mean, inner_state, params, **args)
             else:
-                call_inside = functools.partial(step_inside, mean, params=params, extra_args=args)
-                handed_on = HandedOn(window_weight, 1 / factor)
+                scale = jnp.ones_like(per_weight) if normalize == "sum" else window_weight
+                step_inside = functools.partial(
+                    inside.step,
+                    mean,
+                    params=params,
+                    extra_args=args,
+                    weight=HandedOn(window_weight, scale, like),
+                )
                 updates, new_state = gate(
                     filled if may_flush else True,
-                    functools.partial(call_inside, weight=handed_on, flush=flush),
-                    functools.partial(call_inside, flush=True, is_micro_step=False),
+                    functools.partial(step_inside, flush=flush),
+                    functools.partial(step_inside, flush=True, is_micro_step=False),
                     inner_state,
                 )
             return updates, in_dtypes_of(inner_state, new_state)
@@ -277,11 +289,8 @@ def accumulate(
             inner_state=inner_state,
         )
 
-    return Accumulation(
-        init_fn,
-        update_fn,
-        step,
-        lambda *transforms: accumulate(
+    def followed_by(*transforms):
+        return accumulate(
             every_k,
             *inner,
             *transforms,
@@ -290,8 +299,9 @@ def accumulate(
             emit_dtype=emit_dtype,
             should_skip_update_fn=should_skip_update_fn,
             average_extra_args=average_extra_args,
-        ),
-    )
+        )
+
+    return _transformation(init_fn, update_fn, _Accumulator(step, followed_by, averaged))
 
 
 def chain(*transforms: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -319,31 +329,35 @@ def chain(*transforms: optax.GradientTransformation) -> optax.GradientTransforma
       [0. 1.]
       [0.2 0.4]
     """
+    _validation.check_transforms("transforms", transforms)
     for index, transform in enumerate(transforms):
-        if isinstance(transform, Accumulation):
+        accumulator = _accumulator_in(transform)
+        if accumulator is not None:
             before, after = transforms[:index], transforms[index + 1 :]
-            return _behind(before, transform.followed_by(*after) if after else transform)
+            return _behind(before, accumulator.followed_by(*after) if after else transform)
     return optax.chain(*transforms)
 
 
-def _behind(before: Sequence[optax.GradientTransformation], last: Accumulation) -> Accumulation:
-    """`optax.chain(*before, last)`, of which a flush is for `last` alone."""
+def _behind(before, last) -> optax.GradientTransformationExtraArgs:
+    """`optax.chain(*before, last)`, of which a flush is for `last`, an accumulator, alone."""
     chained = optax.chain(*before, last)
+    accumulator = _accumulator_in(last)
+    assert accumulator is not None
 
     def step(gradients, state, params, extra_args, weight=None, flush=False, is_micro_step=True):
         states: Any = state[:-1]
         if before and is_micro_step:
             gradients, states = optax.chain(*before).update(gradients, states, params, **extra_args)
-        updates, last_state = last.step(
+        updates, last_state = accumulator.step(
             gradients, state[-1], params, extra_args, weight, flush, is_micro_step
         )
         return updates, (*states, last_state)
 
-    return Accumulation(
-        chained.init,
-        chained.update,
-        step,
-        lambda *transforms: _behind(before, last.followed_by(*transforms)),
+    def followed_by(*transforms):
+        return _behind(before, accumulator.followed_by(*transforms))
+
+    return _transformation(
+        chained.init, chained.update, _Accumulator(step, followed_by, accumulator.averaged)
     )
 
 
@@ -386,7 +400,8 @@ def flush(
       >>> print(updates, has_updated(state))
       -4.0 True
     """
-    if not isinstance(tx, Accumulation):
+    accumulator = _accumulator_in(tx) if isinstance(tx, optax.GradientTransformation) else None
+    if accumulator is None:
         raise TypeError(
             "tx must come from optax_accum.accumulate or optax_accum.chain to be flushed, got"
             f" {type(tx).__name__}; around it, close the window with a micro-step:"
@@ -394,7 +409,7 @@ def flush(
         )
     _validation.check_params(params)
     _validation.check_not_passed("flush", extra_args, ("weight", "flush"))
-    return tx.step(params, opt_state, params, extra_args, None, True, False)
+    return accumulator.step(params, opt_state, params, extra_args, flush=True, is_micro_step=False)
 
 
 def has_updated(opt_state: optax.OptState) -> jax.Array:
@@ -402,7 +417,8 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
 
     Args:
       opt_state: A state with an accumulator in it, however deep. Of accumulators inside each
-        other all must have updated; of those side by side, in `optax.partition`, any.
+        other all must have updated; of those side by side, in `optax.partition`, any. A wrapper
+        that did not call its accumulator leaves what the call before has said.
 
     Returns:
       bool [].
@@ -431,6 +447,11 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
         inside = _accumulate_states(state.inner_state)
         emitted |= state.emitted & has_updated(state.inner_state) if inside else state.emitted
     return emitted
+
+
+def _is_buffered(state: AccumulateState, gradients: Any) -> bool:
+    """Whether the state has sums, be it of an empty tree."""
+    return state.window_sum is not None or not jax.tree.leaves(gradients)
 
 
 def _accumulate_states(tree: Any) -> list[AccumulateState]:

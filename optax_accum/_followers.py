@@ -12,8 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
 
 
 def _code(function: Any) -> CodeType | None:
@@ -65,22 +67,30 @@ def _followers(frame: FrameType) -> Iterator[tuple[int, Callable, Any]]:
 
 
 def _keeps_zeros(update: Callable, state: Any, like: Any, extra_args: dict[str, Any]) -> bool:
-    """Whether zero updates stay zero at params of -1, tried on leaves of one element each."""
-    one_element = lambda leaf: jax.ShapeDtypeStruct((1,) * jnp.ndim(leaf), jnp.result_type(leaf))
-    probe = jax.tree.map(one_element, like)
-    concrete = jax.tree.map(
-        lambda x: jnp.ones(x.shape, x.dtype) if isinstance(x, Tracer) else x, extra_args
-    )
-    with jax.ensure_compile_time_eval():
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), probe)
-        params = jax.tree.map(lambda x: jnp.full(x.shape, -1, x.dtype), probe)
-        try:
-            updates, _ = update(zeros, state, params, **concrete)
-            return not any(bool(jnp.any(u != 0)) for u in jax.tree.leaves(updates))
-        except Exception:
-            # A follower that a probe cannot run (it closes over a traced value, or needs the
-            # true shapes) is not known to be wrong; its own call shows its own error.
-            return True
+    """Whether zero updates stay zero, tried on small leaves and a few values of the params."""
+    try:
+        return all(
+            not np.any(np.asarray(leaf))
+            for value in (-1.0, 1e3)
+            for leaf in _probe(update, state, like, extra_args, value)
+        )
+    except Exception:
+        # A follower that a probe cannot run (it needs the true shapes, say) is not known to be
+        # wrong; its own call shows its own error.
+        return True
+
+
+def _probe(update: Callable, state: Any, like: Any, extra_args: dict[str, Any], value: float):
+    """The leaves that come of zero updates where all params are `value`."""
+    shape = lambda leaf: tuple(min(n, 2) for n in jnp.shape(leaf))
+    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+        zeros = jax.tree.map(lambda x: jnp.zeros(shape(x), jnp.result_type(x)), like)
+        params = jax.tree.map(lambda x: jnp.full(shape(x), value, jnp.result_type(x)), like)
+    # Hyperparameters and extra args may be traced; a jaxpr lets numbers stand in for them.
+    jaxpr = jax.make_jaxpr(lambda: update(zeros, state, params, **extra_args)[0])()
+    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+        stand_in = lambda x: jnp.full(x.shape, 0.7, x.dtype) if isinstance(x, Tracer) else x
+        return jaxpr_as_fun(jaxpr.replace(consts=[stand_in(x) for x in jaxpr.consts]))()
 
 
 def _refuse(position: int, reason: str) -> None:

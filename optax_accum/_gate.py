@@ -45,7 +45,8 @@ def emit_or_hold(
 
             def write_over(total, inner_state):
                 updates, inner_state = emit(total, inner_state)
-                return jax.tree.map(lambda u, s: u.astype(s.dtype), updates, total), inner_state
+                as_sums = lambda u, s: lax.convert_element_type(u, s.dtype)
+                return jax.tree.map(as_sums, updates, total), inner_state
 
             buffer, inner_state = gate(
                 predicate, write_over, lambda *carry: carry, total, inner_state

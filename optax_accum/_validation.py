@@ -38,24 +38,27 @@ def scheduled_k(every_k: Any) -> jax.Array:
             "every_k as a schedule must return a real number (a scalar) for a gradient step,"
             f" got {every_k!r}."
         )
-    # float32 cannot hold 2**31 - 1; one ulp below 2**31 is 128 less.
-    return jnp.clip(jnp.round(jnp.asarray(every_k)), 1, _LARGEST_K - 127).astype(jnp.int32)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.maximum(jnp.asarray(every_k).astype(jnp.int32), 1)
+    k = jnp.round(jnp.asarray(every_k))
+    # A comparison, so that NaN gives 1 too; and float32 has no number from 2**31 - 127 to 2**31.
+    return jnp.minimum(jnp.where(k >= 1, k, 1), _LARGEST_K - 127).astype(jnp.int32)
 
 
-def check_inner(inner: Iterable[Any]) -> None:
+def check_transforms(name: str, transforms: Iterable[Any]) -> None:
     """Require gradient transformations."""
-    for transform in inner:
+    for transform in transforms:
         if not isinstance(transform, optax.GradientTransformation):
             hint = " (a factory must be called)" if callable(transform) else ""
             raise ValueError(
-                "inner must be optax gradient transformations, and every_k comes before them, as"
-                f" in accumulate(4, optax.adam(1e-3)); got {transform!r}{hint}."
+                f"{name} must be optax gradient transformations, and every_k comes before them,"
+                f" as in accumulate(4, optax.adam(1e-3)); got {transform!r}{hint}."
             )
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Require one of `choices`."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}.")
 
 
@@ -101,6 +104,24 @@ def check_names(name: str, value: Any, reserved: tuple[str, ...]) -> None:
             f"{name} must be a tuple of names of extra args other than"
             f" {' and '.join(map(repr, reserved))}, got {value!r}."
         )
+
+
+def check_averaged_inside(names: frozenset[str], inside: frozenset[str]) -> None:
+    """Require that an accumulator averages what the one around it does, and may be more."""
+    if not names <= inside:
+        raise ValueError(
+            "average_extra_args of an accumulator around another must be named inside too, where"
+            f" the window is whole; got {sorted(names)} around {sorted(inside)}."
+        )
+
+
+def skip_decision(result: Any) -> jax.Array:
+    """The bool scalar of optax's `should_skip_update_fn` protocol, whose info is dropped."""
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise ValueError(
+            f"should_skip_update_fn must return a pair (bool scalar, info), got {result!r}."
+        )
+    return scalar("should_skip_update_fn's first value", result[0], jnp.bool_)
 
 
 def check_averages(averages: dict[str, Any], names: Iterable[str]) -> None:
@@ -149,7 +170,7 @@ def check_inexact(tree: Any, what: str) -> None:
             )
 
 
-def check_gradients(name: str, gradients: Any, window_sum: Any, strict_dtype: bool) -> None:
+def check_gradients(name: str, gradients: Any, window_sum: Any, any_width: bool) -> None:
     """Require gradients that the window can gather: its tree, its shapes, dtypes it can hold."""
     check_inexact(gradients, name)
     got, got_def = tree_flatten_with_path(gradients)
@@ -177,7 +198,7 @@ def check_gradients(name: str, gradients: Any, window_sum: Any, strict_dtype: bo
         dtype = _dtype(gradient)
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
         too_wide = is_complex and not jnp.issubdtype(total.dtype, jnp.complexfloating)
-        too_wide |= strict_dtype and jnp.promote_types(dtype, total.dtype) != total.dtype
+        too_wide |= not any_width and jnp.promote_types(dtype, total.dtype) != total.dtype
         if too_wide:
             raise ValueError(
                 f"{name} must not be wider than their accumulator; {where} has dtype"
@@ -239,4 +260,6 @@ def _is_real(dtype: Any) -> bool:
 
 
 def _dtype(leaf: Any) -> Any:
-    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    dtype = getattr(leaf, "dtype", None)
+    is_numpys = dtype is None or (isinstance(leaf, np.ndarray | np.generic) and dtype.kind in "fc")
+    return jnp.result_type(leaf) if is_numpys else dtype  # float64 is float32 without x64

@@ -15,6 +15,7 @@ class HandedOn(NamedTuple):
 
     weight: jax.Array  # W of the closed window
     scale: jax.Array  # takes the gradient that it emits back to the window's sum
+    like: Any  # the gradients of the micro-step, for their dtypes
 
 
 def weights(weight: Any, normalize: str, dtype: Any) -> tuple[Any, Any, Any]:

@@ -157,7 +157,35 @@ def test_a_state_made_for_other_averaged_args_is_refused():
 @pytest.mark.parametrize("value", [1, jnp.ones(2, bool), None])
 def test_should_skip_update_fn_must_give_a_bool_scalar(value):
     tx = accumulate(2, optax.sgd(0.1), should_skip_update_fn=lambda *_: (value, ()))
-    with pytest.raises(ValueError, match=r"should_skip_update_fn's value must be a bool scalar"):
+    with pytest.raises(ValueError, match=r"should_skip_update_fn's first value must be a bool"):
+        tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)
+
+
+def test_should_skip_update_fn_must_give_a_pair():
+    tx = accumulate(2, should_skip_update_fn=lambda *_: jnp.array(True))
+    with pytest.raises(ValueError, match=r"must return a pair \(bool scalar, info\), got"):
+        tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)
+
+
+def test_args_averaged_outside_are_named_inside_too():
+    inside = accumulate(2, average_extra_args=("value",))
+    outside = accumulate(2, inside)  # averages it too
+    with pytest.raises(ValueError, match="average_extra_args names 'value'"):
+        outside.update(GRADIENTS, outside.init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match=r"got \['loss'\] around \['value'\]"):
+        accumulate(2, inside, average_extra_args=("loss",))
+
+
+@pytest.mark.parametrize("transforms", [([optax.sgd(1.0)],), (optax.adam, accumulate(2))])
+def test_chain_takes_transformations(transforms):
+    with pytest.raises(ValueError, match="transforms must be optax gradient transformations"):
+        chain(*transforms)
+
+
+def test_an_every_k_of_one_that_may_reject_is_not_always_at_a_boundary():
+    first = accumulate(1, should_skip_update_fn=optax.skip_not_finite)
+    tx = optax.chain(first, optax.adam(0.1))
+    with pytest.raises(ValueError, match="it holds state"):
         tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)
 
 
@@ -301,21 +329,51 @@ def test_the_check_of_followers_fails_open(monkeypatch):
     tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)
     monkeypatch.undo()
 
-    def traced_scale(rate):
-        tx = optax.chain(accumulate(2), optax.scale(rate))  # a probe cannot run this one
-        return tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)[0]
+    def needs_its_shapes(updates, state, params=None):
+        if jnp.shape(updates["w"]) != (2, 3):
+            raise RuntimeError
+        return updates, state
 
-    jax.jit(traced_scale)(0.5)
+    picky = optax.GradientTransformation(optax.init_empty_state, needs_its_shapes)
+    tx = optax.chain(accumulate(2), picky)
+    tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)
 
 
-def test_a_copied_transformation_still_chains_and_flushes():
-    tx = copy.deepcopy(chain(copy.copy(accumulate(4)), optax.sgd(1.0)))
-    _, state = tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)
-    updates, _ = flush(tx, state, PARAMS)
-    np.testing.assert_array_equal(updates["w"], -1)
-    plain = chain(tx, optax.scale(2.0))._replace(init=tx.init)
-    with pytest.raises(TypeError, match="to be flushed"):
-        flush(plain, state, PARAMS)
+@pytest.mark.parametrize("jit", [False, True])
+def test_followers_with_traced_numbers_are_told_apart_too(jit):
+    def update(number, make):
+        tx = optax.chain(accumulate(2), make(number))
+        return tx.update(GRADIENTS, tx.init(PARAMS), PARAMS, value=number)[0]
+
+    clip_above = lambda number: optax.stateless(
+        lambda updates, params: jax.tree.map(
+            lambda u, p: jnp.minimum(p + u, number) - p, updates, params
+        )
+    )
+    large = lambda params: jax.tree.map(lambda p: p.size > 1, params)
+    decay = lambda number: optax.add_decayed_weights(number, mask=large)
+    update = jax.jit(update, static_argnums=1) if jit else update
+    number = jnp.float32(0.5)
+    update(number, optax.scale)
+    for wrong in (optax.add_decayed_weights, decay, clip_above):
+        with pytest.raises(ValueError, match="does not map zero updates to zero"):
+            update(number, wrong)
+
+
+def test_right_followers_pass_under_a_transfer_guard():
+    tx = optax.chain(accumulate(2), optax.scale(-1.0))
+    state = tx.init(PARAMS)
+    with jax.transfer_guard("disallow"):
+        jax.jit(tx.update)(GRADIENTS, state, PARAMS)
+
+
+def test_a_copied_or_rebuilt_transformation_still_chains_and_flushes():
+    for rebuild in (copy.copy, copy.deepcopy, lambda tx: jax.tree.map(lambda x: x, tx)):
+        tx = rebuild(chain(rebuild(accumulate(4)), optax.sgd(1.0)))
+        tx = tx._replace(init=tx.init)
+        _, state = tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)
+        updates, _ = flush(tx, state, PARAMS)
+        np.testing.assert_array_equal(updates["w"], -1)
 
 
 @pytest.mark.parametrize("every_k", [1, 2])

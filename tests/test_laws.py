@@ -106,7 +106,7 @@ def test_law_3_scaling_all_weights_changes_nothing(seed, structure, normalize, s
     laws.structures,
     laws.dtypes,
     normalizations,
-    st.sampled_from((0.0, -1.0, np.nan, -np.inf)),
+    st.sampled_from((0.0, -1.0, np.nan, np.inf, -np.inf)),
     st.booleans(),
 )
 def test_law_3_a_micro_step_without_weight_adds_nothing_even_with_a_nan_gradient(
@@ -350,6 +350,74 @@ def test_flushing_nested_windows_brings_out_all_they_hold(seed, weights, jit):
     again, state = do_flush(tx, state, params)
     laws.assert_zeros(again)
     assert not has_updated(state)
+
+
+def test_nested_windows_round_once_at_the_end():
+    for dtype, values in ((jnp.bfloat16, (256, 1, -256, 1)), (jnp.float16, (4e4, 4e4, 4e4, 4e4))):
+        gradients = [jnp.asarray([v], dtype) for v in values]
+        for tx in (accumulate(2, accumulate(2)), accumulate(2, accumulate(2), normalize="sum")):
+            state = tx.init(gradients[0])
+            for gradient in gradients:
+                mean, state = jax.jit(tx.update)(gradient, state)
+            laws.assert_bitwise(mean, jnp.asarray([sum(values) / 4], dtype))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "uint8", "int32", "float32", "bfloat16"])
+def test_schedules_may_return_any_real_dtype(dtype):
+    tx = accumulate(lambda step: jnp.asarray([2, 3], dtype)[jnp.minimum(step, 1)])
+    state = tx.init(jnp.zeros([]))
+    seen = []
+    for _ in range(5):
+        _, state = tx.update(jnp.ones([]), state)
+        seen.append(bool(state.emitted))
+    assert seen == [False, True, False, False, True]
+
+
+def test_a_schedule_of_nan_means_one():
+    tx = accumulate(lambda step: jnp.nan)
+    assert tx.update(jnp.ones([]), tx.init(jnp.zeros([])))[1].emitted
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_meta_gradients_do_not_see_a_rejected_gradient(bad):
+    def loss(scale):
+        tx = accumulate(2, optax.sgd(1.0))
+        state = tx.init(jnp.ones(2))
+        for gradient, weight in ((jnp.array([1.0, 2.0]), 1.0), (jnp.full(2, bad), 0.0)):
+            updates, state = tx.update(gradient, state, weight=scale * weight)
+        return updates.sum()
+
+    assert jax.grad(loss)(2.0) == 0
+
+
+def test_every_k_of_one_passes_even_subnormals_and_large_values_through():
+    gradient = jnp.asarray(np.array([1e-39], np.float32))
+    got = []
+    spy = lambda u, s, p=None, *, value: (got.append(value), (u, s))[1]
+    inner = optax.GradientTransformationExtraArgs(optax.init_empty_state, spy)
+    tx = accumulate(1, inner, average_extra_args=("value",))
+    updates, _ = tx.update(gradient, tx.init(gradient), value=2**24 + 1)
+    assert np.asarray(updates).tobytes() == np.asarray(gradient).tobytes()
+    assert got == [2**24 + 1]
+
+
+def test_trees_without_leaves_are_windows_too():
+    for empty in (None, (), {}, {"a": None}):
+        tx = accumulate(2, optax.sgd(1.0))
+        state = tx.init(empty)
+        for emitted in (False, True):
+            updates, state = tx.update(empty, state, empty)
+            assert updates == empty
+            assert state.emitted == emitted
+
+
+def test_numpy_and_python_leaves_are_taken_as_jax_takes_them():
+    for one in (np.ones(2), np.float64(1), 1.0):
+        tx = accumulate(2, optax.stateless(lambda u, p: jax.tree.map(lambda _: 0.5, u)))
+        state = tx.init(one)
+        for _ in range(2):
+            updates, state = tx.update(one, state, one)
+        np.testing.assert_array_equal(updates, 0.5)
 
 
 def test_schedules_of_k_change_at_boundaries_and_are_rounded():
