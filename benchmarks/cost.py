@@ -1,12 +1,14 @@
 """What a micro-step costs: this library, `acc += g` (the floor) and `optax.MultiSteps`.
 
-    python benchmarks/cost.py                   # 20 x 1M and 400 x 10k float32 leaves, two minutes
+    python benchmarks/cost.py                   # 20 x 1M and 400 x 10k float32 leaves, ten minutes
     python benchmarks/cost.py --runs 1 --cases "adam 20x1M"
 
 Each row is one jitted call per micro-step with params and state donated and `apply_updates`
 inside, k=8. A run takes the median over its micro-steps, off the boundary; the methods take turns
 within a run, and the ratios are medians over the runs of ratios within a run. `temp` is what XLA
-reserves beside arguments and results, in units of the parameters.
+reserves beside arguments and results, in units of the parameters. The second floor passes the
+inner optimizer's state through the call as well, as every stateful step must: with hundreds of
+small leaves, that costs as much as the sum.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import optax
 from optax_accum import accumulate
 
 K = 8
+ALWAYS_UPDATE = ("optax.MultiSteps", "bare inner", "accumulate(1)")  # in each call
 # name: (number of leaves, shape of a leaf, inner optimizer)
 CASES = {
     "adam 20x1M": (20, (1000, 1000), optax.adam(1e-3)),
@@ -44,6 +47,11 @@ def floor_step(params, state, grads):
     return params, jax.tree.map(jnp.add, state, grads)
 
 
+def carrying_step(params, state, grads):
+    total = jax.tree.map(jnp.add, state.window_sum, grads)
+    return params, state._replace(window_sum=total)
+
+
 def methods(inner):
     """name: (step, init, window)."""
     accumulated, every_step = accumulate(K, inner), accumulate(1, inner)
@@ -51,6 +59,7 @@ def methods(inner):
     zeros = lambda params: jax.tree.map(jnp.zeros_like, params)
     return {
         "floor: acc += g": (floor_step, zeros, K),
+        "floor, carrying inner's state": (carrying_step, accumulated.init, K),
         "accumulate": (stepper(accumulated), accumulated.init, K),
         "optax.MultiSteps": (stepper(multi), multi.init, K),
         "bare inner": (stepper(inner), inner.init, 1),
@@ -71,19 +80,15 @@ class Arm:
         compiled = self.step.lower(*arguments).compile()
         self.temp = compiled.memory_analysis().temp_size_in_bytes
 
-    def time(self, windows):
-        """Milliseconds of a micro-step off the boundary (median) and of a window (mean)."""
-        micro, total = [], 0.0
-        for _ in range(windows):
-            for i in range(self.window):
-                start = time.perf_counter()
-                self.params, self.state = self.step(self.params, self.state, self.grads)
-                jax.block_until_ready((self.params, self.state))
-                seconds = time.perf_counter() - start
-                total += seconds
-                if i < self.window - 1 or self.window == 1:
-                    micro.append(seconds)
-        return 1e3 * statistics.median(micro), 1e3 * total / windows
+    def time(self, calls):
+        """Milliseconds of each of so many calls."""
+        times = []
+        for _ in range(calls):
+            start = time.perf_counter()
+            self.params, self.state = self.step(self.params, self.state, self.grads)
+            jax.block_until_ready((self.params, self.state))
+            times.append(1e3 * (time.perf_counter() - start))
+        return times
 
 
 def measure(case, runs):
@@ -94,13 +99,15 @@ def measure(case, runs):
     arms = {name: Arm(*method, params) for name, method in methods(inner).items()}
     micro = {name: [] for name in arms}
     window = {name: [] for name in arms}
+    heavy = case.startswith("muon")  # seconds an update, and MultiSteps makes one in each call
     for run in range(runs + 1):
         for name, arm in arms.items():
-            heavy = arm.window == 1 and case.startswith("muon")
-            a_micro, a_window = arm.time(1 if heavy else 16 // arm.window)
+            calls = 1 if heavy and name in ALWAYS_UPDATE else 2 * K
+            times = arm.time(calls if not heavy else min(calls, K))
             if run:  # the first warms up
-                micro[name].append(a_micro)
-                window[name].append(a_window)
+                off_boundary = [t for i, t in enumerate(times) if (i + 1) % arm.window] or times
+                micro[name].append(statistics.median(off_boundary))
+                window[name].append(arm.window * statistics.mean(times))
     rows = []
     for name, arm in arms.items():
         base = "bare inner" if arm.window == 1 else "floor: acc += g"
@@ -148,9 +155,9 @@ def main():
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     args = parser.parse_args()
     rows = []
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.runs} runs")
     for case in args.cases:
         rows += measure(case, args.runs)
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.runs} runs")
     print(table(rows))
 
 

@@ -14,6 +14,7 @@ import argparse
 import functools
 import json
 import pathlib
+import shutil
 import subprocess
 import time
 from typing import Any, NamedTuple
@@ -160,7 +161,7 @@ def train(images, arm, args, log, writer):
     trainer.close_window()  # of an empty window: compiles it, and changes nothing
     micro_steps = -(-size // batch)
     log_every = -(-micro_steps // LOGS_PER_EPOCH)
-    seconds, curve = 0.0, []
+    seconds, curve, peak_bytes = 0.0, [], None
     bar = tqdm(total=args.epochs * micro_steps, desc=str(arm), unit=" micro-steps")
     for epoch in range(args.epochs):
         order = epoch_order(size, args.seed, epoch)
@@ -192,6 +193,8 @@ def train(images, arm, args, log, writer):
             )
             if last:
                 seconds = point["seconds"]  # evaluation does not count
+                if epoch == 0:
+                    peak_bytes = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
                 point["test_loss"], point["test_accuracy"] = trainer.evaluate(
                     images.test_images, images.test_labels
                 )
@@ -201,8 +204,6 @@ def train(images, arm, args, log, writer):
             for name in point.keys() & {"train_loss", "test_loss", "test_accuracy"}:
                 writer.add_scalar(name, point[name], point["gradient_step"])
     bar.close()
-    # The process's, so only its first arm's: benchmarks/gpu.py gives each arm its own.
-    peak_bytes_in_use = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return {
         "arm": str(arm),
         "physical_batch": arm.physical_batch,
@@ -214,7 +215,8 @@ def train(images, arm, args, log, writer):
         "images_per_second": args.epochs * size / seconds,
         "seconds": seconds,
         "temp_bytes": temp_bytes,
-        "peak_bytes_in_use": peak_bytes_in_use if arm == args.arms[0] else None,
+        # The process's, so only its first arm's: benchmarks/gpu.py gives each arm its own.
+        "peak_bytes_in_use": peak_bytes if arm == args.arms[0] else None,
         "first_update_max_diff": first_update_max_diff(images, arm, args),
         "config": {
             name: [str(arm) for arm in value] if name == "arms" else value
@@ -236,7 +238,7 @@ def first_update_max_diff(images, arm, args):
     ends = []
     for each in (arm, Arm(arm.effective_batch, 1)):
         trainer = Trainer(images, each, optax.sgd(1.0), norm=args.norm, seed=args.seed)
-        for part in np.array_split(index, each.every_k):
+        for part in filter(len, np.array_split(index, each.every_k)):
             trainer.micro_step(images.train_images[part], images.train_labels[part])
         ends.append(trainer.params)
     differences = jax.tree.map(lambda a, b: jnp.abs(a - b).max(), *ends)
@@ -336,6 +338,12 @@ def positive(text):
     return int(text)
 
 
+def not_negative(text):
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be an int of at least 0, got {text!r}")
+    return int(text)
+
+
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -353,8 +361,8 @@ def parse_args(argv=None):
     parser.add_argument("--epochs", type=positive, default=10)
     parser.add_argument("--train-size", type=positive, default=DEFAULT_TRAIN_SIZE)
     parser.add_argument("--test-size", type=positive, default=10_000)
-    parser.add_argument("--drift-steps", type=positive, default=50)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--drift-steps", type=not_negative, default=50)
+    parser.add_argument("--seed", type=not_negative, default=0)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--out", default="results/cifar_flax")
     return parser.parse_args(argv)
@@ -377,14 +385,18 @@ def main(argv=None):
                 f"physical batch {arm.physical_batch} x k {arm.every_k} = effective batch"
                 f" {arm.effective_batch}"
             )
-            with SummaryWriter(str(out / "tensorboard" / str(arm))) as writer:
+            events = out / "tensorboard" / str(arm)
+            shutil.rmtree(events, ignore_errors=True)  # of an earlier run
+            with SummaryWriter(str(events)) as writer:
                 rows.append(train(images, arm, args, log, writer))
             (out / "results.json").write_text(json.dumps(rows, indent=1))
     print(table(rows))
     cifar_plots.curves(rows, out / "curves.png")
-    distances = drift(images, args, min(args.drift_steps, len(images.train_images) // 64))
-    (out / "drift.json").write_text(json.dumps(distances))
-    cifar_plots.drift(distances, images.name, out / "drift.png")
+    steps = min(args.drift_steps, len(images.train_images) // 64)
+    if steps:
+        distances = drift(images, args, steps)
+        (out / "drift.json").write_text(json.dumps(distances))
+        cifar_plots.drift(distances, images.name, out / "drift.png")
     print(f"Results, metrics, TensorBoard files and pictures are in {out}")
 
 

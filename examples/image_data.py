@@ -1,12 +1,13 @@
 """The images that the examples train on: CIFAR-10, or a small embedded sample of Fashion-MNIST."""
 
 import hashlib
+import http.client
 import io
 import lzma
 import os
 import pathlib
 import tarfile
-import urllib.error
+import tempfile
 import urllib.request
 from typing import NamedTuple
 
@@ -126,15 +127,25 @@ def _download(parent: pathlib.Path) -> pathlib.Path:
                 while chunk := response.read(1 << 16):
                     content.write(chunk)
                     bar.update(len(chunk))
-    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+        if content.tell() < size:
+            raise ConnectionError(f"{content.tell()} of {size} bytes came")
+    except (
+        OSError,
+        http.client.HTTPException,
+    ) as error:  # urllib's and sockets' errors are OSErrors
         raise ConnectionError(f"CIFAR-10 cannot be downloaded ({error}).") from error
     digest = hashlib.sha256(content.getbuffer()).hexdigest()
     if digest != SHA256:
         raise ValueError(f"{URL} must have SHA-256 {SHA256}, got {digest}.")
     parent.mkdir(parents=True, exist_ok=True)
     content.seek(0)
-    with tarfile.open(fileobj=content, mode="r:gz") as archive:
-        archive.extractall(parent, filter="data")
+    # Moved into place whole: an interrupted run leaves nothing that a later one takes for CIFAR-10.
+    with (
+        tempfile.TemporaryDirectory(dir=parent) as unpacked,
+        tarfile.open(fileobj=content, mode="r:gz") as archive,
+    ):
+        archive.extractall(unpacked, filter="data")
+        os.replace(pathlib.Path(unpacked) / FOLDER, parent / FOLDER)
     return parent / FOLDER
 
 
@@ -156,7 +167,8 @@ def _read_tfds(data_dir: str | None) -> Images:
         raise FileNotFoundError(
             "TFDS has no CIFAR-10 prepared with file_format='array_record'"
             f" (data_dir={data_dir!r}). Prepare it with tfds.builder('cifar10',"
-            " file_format='array_record').download_and_prepare()."
+            " file_format='array_record').download_and_prepare(), which needs TensorFlow; reading"
+            " it does not."
         )
     splits = []
     for split in ("train", "test"):
