@@ -92,7 +92,7 @@ class Arm:
 
 
 def measure(case, runs):
-    """Rows of the table of one case, as dicts."""
+    """The rows of one case, as dicts."""
     leaves, shape, inner = CASES[case]
     params = {f"w{i}": jnp.ones(shape) for i in range(leaves)}
     size = sum(p.nbytes for p in params.values())
@@ -154,11 +154,9 @@ def main():
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     args = parser.parse_args()
-    rows = []
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args.runs} runs")
     for case in args.cases:
-        rows += measure(case, args.runs)
-    print(table(rows))
+        print(table(measure(case, args.runs)), flush=True)
 
 
 if __name__ == "__main__":
