@@ -61,6 +61,7 @@ def measure_arm(arm, out, args):
     """The arm's row of results.json."""
     command = [sys.executable, str(CIFAR), "--arms", arm, "--out", str(out / arm)]
     command += ["--epochs", str(args.epochs), "--train-size", str(args.train_size)]
+    command += ["--test-size", "10000"]
     command += ["--drift-steps", "0"]  # that picture is made on a CPU just as well
     command += ["--data-dir", args.data_dir] if args.data_dir else []
     command += ["--data-name", args.data_name] if args.data_name else []

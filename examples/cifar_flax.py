@@ -1,7 +1,10 @@
 """A small CNN on CIFAR-10: physical batch 16 x 4 micro-steps against the real batch of 64.
 
-    python examples/cifar_flax.py                                     # TIME, ACCURACY
-    python examples/cifar_flax.py --train-size 50000 --data-dir DIR   # TIME, ACCURACY
+    python examples/cifar_flax.py
+        10 epochs of 5,000 images: 4 minutes on two CPU cores; 49, 50 and 53 % for the three arms
+
+    python examples/cifar_flax.py --train-size 50000 --test-size 10000
+        the whole of CIFAR-10: 50 minutes on two busy cores; 68.9, 68.8 and 69.9 %
 
 Each arm BxK trains the same model from the same start on the same order of images, with Adam and
 windows of K micro-batches of B. Where CIFAR-10 cannot be had, the embedded sample of
@@ -34,7 +37,7 @@ from optax_accum import accumulate, chain, flush
 NORMS = ("group", "batch", "layer", "none")
 CLASSES = 10
 LOGS_PER_EPOCH = 10
-DEFAULT_TRAIN_SIZE = 10_000
+DEFAULT_TRAIN_SIZE, DEFAULT_TEST_SIZE = 5_000, 2_000
 
 
 class CNN(nnx.Module):
@@ -360,7 +363,7 @@ def parse_args(argv=None):
     parser.add_argument("--data-name", help="name to report results under (default: what is read)")
     parser.add_argument("--epochs", type=positive, default=10)
     parser.add_argument("--train-size", type=positive, default=DEFAULT_TRAIN_SIZE)
-    parser.add_argument("--test-size", type=positive, default=10_000)
+    parser.add_argument("--test-size", type=positive, default=DEFAULT_TEST_SIZE)
     parser.add_argument("--drift-steps", type=not_negative, default=50)
     parser.add_argument("--seed", type=not_negative, default=0)
     parser.add_argument("--lr", type=float, default=1e-3)
