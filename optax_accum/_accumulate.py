@@ -341,13 +341,14 @@ def chain(*transforms: optax.GradientTransformation) -> optax.GradientTransforma
 def _behind(before, last) -> optax.GradientTransformationExtraArgs:
     """`optax.chain(*before, last)`, of which a flush is for `last`, an accumulator, alone."""
     chained = optax.chain(*before, last)
+    prefix = optax.chain(*before) if before else None
     accumulator = _accumulator_in(last)
     assert accumulator is not None
 
     def step(gradients, state, params, extra_args, weight=None, flush=False, is_micro_step=True):
         states: Any = state[:-1]
-        if before and is_micro_step:
-            gradients, states = optax.chain(*before).update(gradients, states, params, **extra_args)
+        if prefix is not None and is_micro_step:
+            gradients, states = prefix.update(gradients, states, params, **extra_args)
         updates, last_state = accumulator.step(
             gradients, state[-1], params, extra_args, weight, flush, is_micro_step
         )

@@ -61,9 +61,9 @@ def zeros(param: Any, dtype: Any) -> jax.Array:
     return jnp.where(jnp.zeros([], jnp.bool_), param, 0).astype(dtype)
 
 
-def count(count: jax.Array, happened: Any) -> jax.Array:
-    """`count`, one higher where it `happened`."""
-    return jnp.where(happened, optax.safe_increment(count), count)
+def count(so_far: jax.Array, happened: Any) -> jax.Array:
+    """`so_far`, one higher where it `happened`."""
+    return jnp.where(happened, optax.safe_increment(so_far), so_far)
 
 
 def in_dtypes_of(old: Any, new: Any) -> Any:
