@@ -18,9 +18,8 @@ import functools
 import json
 import pathlib
 import shutil
-import subprocess
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,16 @@ from tqdm import tqdm
 
 import cifar_plots
 import image_data
-from optax_accum import accumulate, chain, flush
+from training import (
+    Arm,
+    Trainer,
+    commit,
+    epoch_order,
+    first_update_max_diff,
+    not_negative,
+    parse_arm,
+    positive,
+)
 
 NORMS = ("group", "batch", "layer", "none")
 CLASSES = 10
@@ -66,97 +74,15 @@ class CNN(nnx.Module):
         return self.head(x.reshape(len(x), -1))
 
 
-class Arm(NamedTuple):
-    """What one arm trains with; named "16x4"."""
-
-    physical_batch: int
-    every_k: int
-
-    @property
-    def effective_batch(self) -> int:
-        """Examples in a window."""
-        return self.physical_batch * self.every_k
-
-    def __str__(self) -> str:
-        return f"{self.physical_batch}x{self.every_k}"
-
-
-class Trainer:
-    """A model, its optimizer and the compiled steps."""
-
-    def __init__(self, images, arm, tx, *, norm, seed, dtype=jnp.float32):
-        self.arm = arm
-        self.tx = chain(accumulate(arm.every_k), tx)
-        model = CNN(images.train_images, norm, dtype, nnx.Rngs(seed))
-        # Params are trained; the rest (BatchNorm's statistics) is carried along.
-        self.graph, self.params, self.rest = nnx.split(model, nnx.Param, ...)
-        self.opt_state = self.tx.init(self.params)
-        self.step = jax.jit(self._step, donate_argnums=(0, 1, 2))
-        self.compiled = {}  # by the size of the micro-batch
-        self.flush = jax.jit(self._flush, donate_argnums=(0, 1))
-        self.evaluate_batch = jax.jit(self._evaluate_batch)
-
-    def _loss(self, params, rest, images, labels):
-        model = nnx.merge(self.graph, params, rest, copy=True)  # BatchNorm writes to it
-        model.train()
-        loss = optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
-        return loss, nnx.split(model, nnx.Param, ...)[2]
-
-    def _step(self, params, rest, opt_state, images, labels):
-        grad_fn = jax.value_and_grad(self._loss, has_aux=True)
-        (loss, rest), grads = grad_fn(params, rest, images, labels)
-        # A micro-batch counts by its examples, so that an uneven last one is no trouble.
-        updates, opt_state = self.tx.update(grads, opt_state, params, weight=len(images))
-        return optax.apply_updates(params, updates), rest, opt_state, loss
-
-    def _flush(self, params, opt_state):
-        updates, opt_state = flush(self.tx, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    def _evaluate_batch(self, params, rest, images, labels):
-        model = nnx.merge(self.graph, params, rest)
-        model.eval()
-        logits = model(images)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return losses.sum(), (logits.argmax(-1) == labels).sum()
-
-    def micro_step(self, images, labels):
-        """Train on one micro-batch; returns its loss, still on the device."""
-        step = self.compiled.get(len(images), self.step)
-        self.params, self.rest, self.opt_state, loss = step(
-            self.params, self.rest, self.opt_state, images, labels
-        )
-        return loss
-
-    def close_window(self):
-        """Update from a short last window, if one is open."""
-        self.params, self.opt_state = self.flush(self.params, self.opt_state)
-
-    def evaluate(self, images, labels, batch=500):
-        """Mean loss and accuracy."""
-        loss = correct = 0.0
-        for i in range(0, len(images), batch):
-            sums = self.evaluate_batch(
-                self.params, self.rest, images[i : i + batch], labels[i : i + batch]
-            )
-            loss, correct = loss + float(sums[0]), correct + float(sums[1])
-        return loss / len(images), correct / len(images)
-
-    def compile(self, images, labels):
-        """Compile the step for such a micro-batch; returns the bytes that XLA reserves for it."""
-        lowered = self.step.lower(self.params, self.rest, self.opt_state, images, labels)
-        compiled = self.compiled[len(images)] = lowered.compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-
-def epoch_order(size, seed, epoch):
-    """The order in which every arm sees the images of an epoch."""
-    return np.random.default_rng((seed, epoch)).permutation(size)
+def new_trainer(arm, tx, images, args, dtype=jnp.float32):
+    """The arm's trainer at its start, the same for all arms."""
+    return Trainer(CNN(images.train_images, args.norm, dtype, nnx.Rngs(args.seed)), arm, tx)
 
 
 def train(images, arm, args, log, writer):
     """Train one arm; returns its row of results.json."""
-    trainer = Trainer(images, arm, optax.adam(args.lr), norm=args.norm, seed=args.seed)
+    new = functools.partial(new_trainer, images=images, args=args)
+    trainer = new(arm, optax.adam(args.lr))
     size, batch = len(images.train_images), arm.physical_batch
     temp_bytes = trainer.compile(images.train_images[:batch], images.train_labels[:batch])
     if size % batch:
@@ -220,7 +146,9 @@ def train(images, arm, args, log, writer):
         "temp_bytes": temp_bytes,
         # The process's, so only its first arm's: benchmarks/gpu.py gives each arm its own.
         "peak_bytes_in_use": peak_bytes if arm == args.arms[0] else None,
-        "first_update_max_diff": first_update_max_diff(images, arm, args),
+        "first_update_max_diff": first_update_max_diff(
+            new, arm, images, epoch_order(size, args.seed, 0)[: arm.effective_batch]
+        ),
         "config": {
             name: [str(arm) for arm in value] if name == "arms" else value
             for name, value in vars(args).items()
@@ -230,22 +158,6 @@ def train(images, arm, args, log, writer):
         "commit": commit(),
         "curve": curve,
     }
-
-
-def first_update_max_diff(images, arm, args):
-    """Largest difference of a parameter from the big batch's, after one update of SGD at rate 1.
-
-    Not of Adam, whose first update is the gradient's sign: it turns rounding into whole steps.
-    """
-    index = epoch_order(len(images.train_images), args.seed, 0)[: arm.effective_batch]
-    ends = []
-    for each in (arm, Arm(arm.effective_batch, 1)):
-        trainer = Trainer(images, each, optax.sgd(1.0), norm=args.norm, seed=args.seed)
-        for part in filter(len, np.array_split(index, each.every_k)):
-            trainer.micro_step(images.train_images[part], images.train_labels[part])
-        ends.append(trainer.params)
-    differences = jax.tree.map(lambda a, b: jnp.abs(a - b).max(), *ends)
-    return max(float(leaf) for leaf in jax.tree.leaves(differences))
 
 
 def drift(images, args, steps):
@@ -258,7 +170,7 @@ def drift(images, args, steps):
       Mapping from a label to a list of ||params - params of 64x1|| / ||params of 64x1||.
     """
     small, big = Arm(16, 4), Arm(64, 1)
-    new = functools.partial(Trainer, images, tx=optax.adam(args.lr), norm=args.norm, seed=args.seed)
+    new = functools.partial(new_trainer, tx=optax.adam(args.lr), images=images, args=args)
 
     def run(dtype, others):
         reference = new(arm=big, dtype=dtype)
@@ -291,21 +203,6 @@ def drift(images, args, steps):
     return distances
 
 
-def commit():
-    """The checkout's commit, with a + where it has changes."""
-    git = functools.partial(
-        subprocess.run, cwd=pathlib.Path(__file__).parent, capture_output=True, text=True
-    )
-    try:
-        head = git(["git", "rev-parse", "--short=12", "HEAD"])
-        changes = git(["git", "status", "--porcelain", "--untracked-files=no"])
-    except FileNotFoundError:  # no git here
-        return "unknown"
-    return (
-        head.stdout.strip() + ("+" if changes.stdout else "") if not head.returncode else "unknown"
-    )
-
-
 def table(rows):
     """The arms side by side, as Markdown."""
     lines = [
@@ -323,28 +220,6 @@ def table(rows):
             f" | {row['first_update_max_diff']:.1e} | {row['data']} |"
         )
     return "\n".join(lines)
-
-
-def parse_arm(text):
-    try:
-        arm = Arm(*map(int, text.split("x")))
-    except (TypeError, ValueError):
-        raise argparse.ArgumentTypeError(f"an arm must read like 16x4, got {text!r}") from None
-    if min(arm) < 1:
-        raise argparse.ArgumentTypeError(f"batch and k must be at least 1, got {text!r}")
-    return arm
-
-
-def positive(text):
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be an int of at least 1, got {text!r}")
-    return int(text)
-
-
-def not_negative(text):
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be an int of at least 0, got {text!r}")
-    return int(text)
 
 
 def parse_args(argv=None):

@@ -7,5 +7,9 @@ from optax_accum._accumulate import (
     flush as flush,
     has_updated as has_updated,
 )
+from optax_accum._batch_stats import (
+    pool_batch_collections as pool_batch_collections,
+    pool_batch_stats as pool_batch_stats,
+)
 
 __version__ = "0.1.0"

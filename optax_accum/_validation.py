@@ -232,6 +232,31 @@ def check_not_passed(function: str, extra_args: dict[str, Any], names: Iterable[
             )
 
 
+def check_statistics(means: jax.Array, variances: jax.Array, counts: jax.Array) -> None:
+    """Require stacked statistics and a count for each."""
+    for name, x in (("means", means), ("variances", variances), ("counts", counts)):
+        if not _is_real(x.dtype):
+            raise ValueError(f"{name} must be real numbers, got dtype {x.dtype}.")
+    if not means.ndim or means.shape != variances.shape or counts.shape != means.shape[:1]:
+        raise ValueError(
+            "means and variances must have one shape (k, ...) and counts the shape (k,), got"
+            f" {means.shape}, {variances.shape} and {counts.shape}."
+        )
+
+
+def check_collections(collections: Any) -> None:
+    """Require a sequence of trees of one structure."""
+    if not isinstance(collections, tuple | list) or not collections:
+        raise ValueError(
+            "collections must be a list or tuple of one collection for each micro-batch, got"
+            f" {collections!r}."
+        )
+    first, *others = map(jax.tree.structure, collections)
+    for other in others:
+        if other != first:
+            raise ValueError(f"collections must have one structure, got {first} and {other}.")
+
+
 def check_same_structure(new_state: Any, old_state: Any) -> None:
     """Require an inner transformation whose state keeps its tree, and its real leaves real."""
     new, new_def = tree_flatten_with_path(new_state)

@@ -1,0 +1,390 @@
+"""What a BatchNorm loses under accumulation, a GroupNorm keeps, and what helps.
+
+    python examples/batchnorm_vs_groupnorm.py
+        13 cells of 12,000 images
+
+    python examples/batchnorm_vs_groupnorm.py --full
+        66 cells of 100,000 images on CIFAR-10; finished cells are kept: run it again to go on
+
+    python examples/batchnorm_vs_groupnorm.py --full --again batch/2/0
+        one cell once more, beside the figure that was kept
+
+A small residual network is trained on effective batches of 64, made of physical batches of 64,
+32, 16, 8, 4 or 2. A cell NORM/BATCH/SEED has the same start, order of images and number of
+updates for each norm and batch. The norms are batch, group, layer (over channels and positions,
+as in Wu and He, 2018, arXiv:1803.08494) and two remedies: batch-pooled, whose running statistics
+are those of the whole window, and batch-frozen, which after the first epoch normalises by its
+running statistics also in training. Under --out: batchnorm_vs_groupnorm.json and .png.
+"""
+
+import argparse
+import functools
+import json
+import multiprocessing
+import os
+import pathlib
+import tempfile
+import time
+from concurrent import futures
+from typing import NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from tqdm import tqdm
+
+import image_data
+import norm_plots
+from optax_accum import has_updated, pool_batch_collections
+from training import (
+    Arm,
+    Trainer,
+    commit,
+    epoch_order,
+    first_update_max_diff,
+    not_negative,
+    positive,
+    split,
+)
+
+EFFECTIVE_BATCH = 64
+SIZES, QUICK_SIZES = (64, 32, 16, 8, 4, 2), (64, 8, 2)
+NORMS = ("batch", "group", "layer")
+REMEDIES, REMEDY_SIZES = ("batch-pooled", "batch-frozen"), (8, 2)
+BN_MOMENTUM = 0.9
+WARM_UP_EPOCHS = 1  # of batch-frozen
+CLASSES = 10
+
+
+class Cell(NamedTuple):
+    """One training; named "batch/8/0"."""
+
+    norm: str
+    physical_batch: int
+    seed: int
+
+    @property
+    def arm(self) -> Arm:
+        """The window."""
+        return Arm(self.physical_batch, EFFECTIVE_BATCH // self.physical_batch)
+
+    def __str__(self) -> str:
+        return "/".join(map(str, self))
+
+
+class ResNet(nnx.Module):
+    """Three residual blocks on a strided convolution: 16 x 16, 8 x 8 and 4 x 4 positions."""
+
+    def __init__(self, channels: int, make_norm, rngs: nnx.Rngs):
+        conv = functools.partial(nnx.Conv, use_bias=False, rngs=rngs)
+        widths = (16, 16, 32, 64)
+        self.stem, self.stem_norm = conv(channels, widths[0], (3, 3), 2), make_norm(widths[0])
+        blocks = []
+        for before, after in zip(widths, widths[1:], strict=False):
+            stride = 1 if before == after else 2
+            blocks.append(
+                nnx.Dict(
+                    conv1=conv(before, after, (3, 3), stride),
+                    norm1=make_norm(after),
+                    conv2=conv(after, after, (3, 3)),
+                    norm2=make_norm(after),
+                )
+            )
+            if before != after:
+                blocks[-1].shortcut = conv(before, after, (1, 1), stride)
+        self.blocks = nnx.List(blocks)
+        self.head = nnx.Linear(widths[-1], CLASSES, rngs=rngs)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        x = (images.astype(jnp.float32) / 255 - 0.5) * 4
+        x = nnx.relu(self.stem_norm(self.stem(x)))
+        for block in self.blocks:
+            branch = nnx.relu(block.norm1(block.conv1(x)))
+            branch = block.norm2(block.conv2(branch))
+            x = nnx.relu(branch + (block.shortcut(x) if "shortcut" in block else x))
+        return self.head(x.mean((1, 2)))
+
+
+def new_model(norm, channels, seed):
+    rngs = nnx.Rngs(seed)
+    make_norm = {
+        "batch": functools.partial(nnx.BatchNorm, momentum=BN_MOMENTUM),
+        "batch-frozen": functools.partial(nnx.BatchNorm, momentum=BN_MOMENTUM),
+        # Leaves the micro-batch's own statistics behind, for PooledTrainer.
+        "batch-pooled": functools.partial(nnx.BatchNorm, momentum=0.0),
+        "group": functools.partial(nnx.GroupNorm, num_groups=8),
+        "layer": functools.partial(nnx.LayerNorm, reduction_axes=(1, 2, 3), feature_axes=-1),
+    }[norm]
+    return ResNet(channels, functools.partial(make_norm, rngs=rngs), rngs)
+
+
+class PooledTrainer(Trainer):
+    """Running statistics of a BatchNorm take in the whole window, once."""
+
+    def __init__(self, model, arm, tx):
+        super().__init__(model, arm, tx)
+        running = self.rest
+        self.rest = (running, jax.tree.map(jnp.zeros_like, running), jnp.zeros([]))
+
+    def _step(self, params, rest, opt_state, images, labels):
+        running, window, count = rest
+        grad_fn = jax.value_and_grad(self._loss, has_aux=True)
+        (loss, own), grads = grad_fn(params, running, images, labels)
+        updates, opt_state = self.tx.update(grads, opt_state, params, weight=len(images))
+        # Of the window so far, and of this micro-batch.
+        window = pool_batch_collections([window, own], jnp.stack([count, len(images)]))
+        taken_in = optax.incremental_update(window, running, 1 - BN_MOMENTUM)
+        closed = has_updated(opt_state)
+        running = jax.tree.map(functools.partial(jnp.where, closed), taken_in, running)
+        count = jnp.where(closed, 0, count + len(images))
+        return optax.apply_updates(params, updates), (running, window, count), opt_state, loss
+
+    def _evaluate_batch(self, params, rest, images, labels):
+        return super()._evaluate_batch(params, rest[0], images, labels)
+
+
+def new_trainer(norm, arm, tx, images, seed):
+    kind = PooledTrainer if norm == "batch-pooled" else Trainer
+    return kind(new_model(norm, images.train_images.shape[-1], seed), arm, tx)
+
+
+def freeze(trainer):
+    """From now on BatchNorm normalises by its running statistics, and leaves them alone."""
+    model = nnx.merge(trainer.graph, trainer.params, trainer.rest)
+    model.set_attributes(nnx.BatchNorm, use_running_average=True)
+    trainer.graph = split(model)[0]
+    trainer.step = jax.jit(trainer._step, donate_argnums=(0, 1, 2))
+    return trainer
+
+
+def train(cell, images, args):
+    """Train one cell; returns its entry in the results."""
+    start = functools.partial(new_trainer, cell.norm, images=images, seed=cell.seed)
+    size = len(images.train_images) // EFFECTIVE_BATCH * EFFECTIVE_BATCH  # whole windows
+    updates = args.epochs * size // EFFECTIVE_BATCH
+    schedule = optax.cosine_onecycle_schedule(updates, args.lr, pct_start=0.2)
+    trainer = start(cell.arm, optax.sgd(schedule, momentum=0.9))
+    batch, seconds, curve = cell.physical_batch, 0.0, []
+    for epoch in range(args.epochs):
+        if cell.norm == "batch-frozen" and epoch == WARM_UP_EPOCHS:
+            freeze(trainer)
+        trainer.compile(images.train_images[:batch], images.train_labels[:batch])
+        order = epoch_order(len(images.train_images), cell.seed, epoch)[:size]
+        began, losses = time.perf_counter(), []
+        for index in order.reshape(-1, batch):
+            losses.append(
+                trainer.micro_step(images.train_images[index], images.train_labels[index])
+            )
+        train_loss = float(jnp.stack(losses).mean())
+        seconds += time.perf_counter() - began
+        _, accuracy = trainer.evaluate(images.test_images, images.test_labels)
+        curve.append({"epoch": epoch + 1, "train_loss": train_loss, "test_error": 1 - accuracy})
+
+    def from_start(arm, tx):
+        # The frozen remedy is compared as it trains once it is frozen.
+        return freeze(start(arm, tx)) if cell.norm == "batch-frozen" else start(arm, tx)
+
+    window = epoch_order(len(images.train_images), cell.seed, 0)[:EFFECTIVE_BATCH]
+    return {
+        "norm": cell.norm,
+        "physical_batch": batch,
+        "every_k": cell.arm.every_k,
+        "seed": cell.seed,
+        "data": images.name,
+        "train_images": args.epochs * size,
+        "test_error": curve[-1]["test_error"],
+        "first_update_max_diff": first_update_max_diff(from_start, cell.arm, images, window),
+        "seconds": seconds,
+        "curve": curve,
+        "config": config(args),
+        "versions": {"jax": jax.__version__, "device": jax.devices()[0].device_kind},
+        "commit": commit(),
+    }
+
+
+def config(args):
+    """What a cell's figures depend on, beside the cell and the data."""
+    return {name: getattr(args, name) for name in ("train_size", "test_size", "epochs", "lr")}
+
+
+def work(cell, args):
+    """`train`, in a process of its own."""
+    return train(cell, load(args), args)
+
+
+@functools.cache
+def _images(data, data_dir):
+    return image_data.load(data, data_dir)
+
+
+def load(args):
+    images = _images(args.data, args.data_dir).head(args.train_size, args.test_size)
+    return images._replace(name=args.data_name or images.name)
+
+
+def run(cells, args, keep):
+    """Train the cells, `args.workers` at a time; each goes to `keep` when it is finished."""
+    # One thread a worker: more images per second in all, and figures that do not depend on the
+    # number of cores.
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false"
+    os.environ["NPROC"] = "1"
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as compiled,
+        mock.patch.dict(os.environ, {"JAX_COMPILATION_CACHE_DIR": compiled}),
+        futures.ProcessPoolExecutor(args.workers, spawn) as pool,
+    ):
+        running = [pool.submit(work, cell, args) for cell in cells]
+        try:
+            for future in tqdm(futures.as_completed(running), total=len(running), unit=" cells"):
+                keep(future.result())
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def cell_of(row):
+    return Cell(row["norm"], row["physical_batch"], row["seed"])
+
+
+def grid(args):
+    """All cells, one seed after the other."""
+    pairs = [(norm, size) for size in (SIZES if args.full else QUICK_SIZES) for norm in NORMS]
+    pairs += [(norm, size) for size in REMEDY_SIZES for norm in REMEDIES]
+    return [Cell(*pair, seed) for seed in range(args.seeds) for pair in pairs]
+
+
+def statistics(rows):
+    """Mean test error and its standard error in percent, by (norm, physical batch)."""
+    errors = {}
+    for row in rows:
+        key = row["norm"], row["physical_batch"]
+        errors.setdefault(key, []).append(100 * row["test_error"])
+    return {
+        key: (np.mean(e), np.std(e, ddof=1) / len(e) ** 0.5 if len(e) > 1 else None)
+        for key, e in errors.items()
+    }
+
+
+def table(rows):
+    """Test error by norm and physical batch; then the difference of the first update."""
+    shown = {
+        key: f"{mean:.1f}" + (f" ± {spread:.1f}" if spread is not None else "")
+        for key, (mean, spread) in statistics(rows).items()
+    }
+    largest = {}
+    for row in rows:
+        key = row["norm"], row["physical_batch"]
+        largest[key] = max(largest.get(key, 0), row["first_update_max_diff"])
+    differences = {key: f"{value:.0e}" for key, value in largest.items()}
+    return "\n\n".join(
+        (_grid("test error, %", shown), _grid("first update differs by", differences))
+    )
+
+
+def _grid(title, values):
+    sizes = [size for size in SIZES if any(key[1] == size for key in values)]
+    lines = [f"| {title} | {' | '.join(map(str, sizes))} |", "|---" * (len(sizes) + 1) + "|"]
+    for norm in (*NORMS, *REMEDIES):
+        if any(key[0] == norm for key in values):
+            lines.append(f"| {norm} | {' | '.join(values.get((norm, s), '') for s in sizes)} |")
+    return "\n".join(lines)
+
+
+class Results:
+    """The finished cells, in a file that each new one is written to at once."""
+
+    def __init__(self, path, args, data):
+        self.path = path
+        self.rows = json.loads(path.read_text()) if path.exists() else []
+        self.config, self.data = config(args), data
+
+    def add(self, row):
+        kept = [r for r in self.rows if not (self.is_mine(r) and cell_of(r) == cell_of(row))]
+        self.rows = sorted([*kept, row], key=lambda r: (r["seed"], r["norm"], -r["physical_batch"]))
+        half_written = self.path.with_suffix(".tmp")
+        half_written.write_text(json.dumps(self.rows, indent=1) + "\n")
+        os.replace(half_written, self.path)
+
+    def is_mine(self, row):
+        """Whether the row was measured as this run measures."""
+        return row["config"] == self.config and row["data"] == self.data
+
+    def mine(self):
+        return [row for row in self.rows if self.is_mine(row)]
+
+
+def parse_cell(text):
+    norm, *numbers = text.split("/")
+    if (
+        norm not in NORMS + REMEDIES
+        or len(numbers) != 2
+        or not all(number.isdecimal() for number in numbers)
+        or int(numbers[0]) not in SIZES
+    ):
+        raise argparse.ArgumentTypeError(
+            f"a cell must read like batch/8/0, with a norm of {', '.join(NORMS + REMEDIES)} and a"
+            f" physical batch of {', '.join(map(str, SIZES))}; got {text!r}"
+        )
+    return Cell(norm, *map(int, numbers))
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--full", action="store_true", help="all of the data set, and three seeds")
+    parser.add_argument("--again", type=parse_cell, metavar="CELL", help="run one cell once more")
+    parser.add_argument("--data", choices=image_data.SOURCES, default="auto")
+    parser.add_argument("--data-dir", help="folder with cifar-10-batches-bin or a TFDS CIFAR-10")
+    parser.add_argument("--data-name", help="name to report results under (default: what is read)")
+    parser.add_argument("--train-size", type=positive, help="(default: 6000; 50000 with --full)")
+    parser.add_argument("--test-size", type=positive, help="(default: 1000; 10000 with --full)")
+    parser.add_argument("--seeds", type=positive, help="(default: 1; 3 with --full)")
+    parser.add_argument("--epochs", type=positive, default=2)
+    parser.add_argument("--lr", type=float, default=0.1, help="highest rate (default: %(default)s)")
+    parser.add_argument("--workers", type=positive, default=os.cpu_count())
+    parser.add_argument("--out", default="results")
+    args = parser.parse_args(argv)
+    for name, quick, full in (
+        ("train_size", 6_000, 50_000),
+        ("test_size", 1_000, 10_000),
+        ("seeds", 1, 3),
+    ):
+        if getattr(args, name) is None:
+            setattr(args, name, full if args.full else quick)
+    if args.train_size < EFFECTIVE_BATCH:
+        parser.error(f"argument --train-size: must be at least {EFFECTIVE_BATCH}")
+    return args
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    out = pathlib.Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    data = load(args).name
+    results = Results(out / "batchnorm_vs_groupnorm.json", args, data)
+    if args.again:
+        kept = {cell_of(row): row["test_error"] for row in results.mine()}.get(args.again)
+        run([args.again], args, lambda row: print(f"{args.again} on {data}: {row['test_error']}"))
+        print(f"kept in {results.path}: {kept}")
+        return
+    done = set(map(cell_of, results.mine()))
+    left = [cell for cell in grid(args) if cell not in done]
+    print(f"{data}: {len(done)} cells are finished, {len(left)} are left")
+    run(left, args, results.add)
+    print(
+        f"\n{data}, effective batch {EFFECTIVE_BATCH}, by physical batch\n{table(results.mine())}"
+    )
+    norm_plots.errors(statistics(results.mine()), data, results.path.with_suffix(".png"))
+    options = " --full" * args.full + f" --out {args.out}"
+    print(
+        f"\nOne cell again: python {__file__}{options} --again {left[-1] if left else 'batch/2/0'}"
+    )
+
+
+if __name__ == "__main__":
+    main()
