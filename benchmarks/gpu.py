@@ -90,7 +90,8 @@ def measured_on(parts):
     """Device, jax version and date of parts, one a line."""
     lines = {
         f"{part['result']['versions']['device']}, jax {part['result']['versions']['jax']},"
-        f" {part['date']}, {', '.join(f'{k} {v}' for k, v in part['settings'].items() if v)}"
+        f" {part['date']}, "
+        + ", ".join(f"{k} {v}" for k, v in part["settings"].items() if v and k != "data_dir")
         for part in parts
     }
     return "\n".join(sorted(lines))
@@ -108,21 +109,15 @@ def cost_table(parts):
 
 
 def arm_table(rows):
-    lines = ["| arm | test accuracy | images/s | seconds | data |", "|---|---|---|---|---|"]
+    megabytes = lambda size: "not reported" if size is None else f"{size / 1e6:.1f} MB"
+    lines = [
+        "| arm | test accuracy | images/s | seconds | compiled temp | peak in use | data |",
+        "|---|---|---|---|---|---|---|",
+    ]
     lines += [
         f"| {row['arm']} | {100 * row['test_accuracy']:.1f} % | {row['images_per_second']:.0f}"
-        f" | {row['seconds']:.0f} | {row['data']} |"
-        for row in rows
-    ]
-    return "\n".join(lines)
-
-
-def memory_table(rows):
-    megabytes = lambda size: "not reported" if size is None else f"{size / 1e6:.1f} MB"
-    lines = ["| arm | compiled temp | peak in use | data |", "|---|---|---|---|"]
-    lines += [
-        f"| {row['arm']} | {megabytes(row['temp_bytes'])} | {megabytes(row['peak_bytes_in_use'])}"
-        f" | {row['data']} |"
+        f" | {row['seconds']:.0f} | {megabytes(row['temp_bytes'])}"
+        f" | {megabytes(row['peak_bytes_in_use'])} | {row['data']} |"
         for row in rows
     ]
     return "\n".join(lines)
@@ -135,7 +130,7 @@ def report(parts):
         print(f"\n{measured_on(costs.values())}\n{cost_table(costs)}")
     if arms:
         rows = [part["result"] for part in arms]
-        print(f"\n{measured_on(arms)}\n{arm_table(rows)}\n\n{memory_table(rows)}")
+        print(f"\n{measured_on(arms)}\n{arm_table(rows)}")
 
 
 def parse_args(argv=None):

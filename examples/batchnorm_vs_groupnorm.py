@@ -19,6 +19,7 @@ running statistics also in training. Under --out: batchnorm_vs_groupnorm.json an
 
 import argparse
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -45,7 +46,6 @@ from training import (
     commit,
     epoch_order,
     first_update_max_diff,
-    not_negative,
     positive,
     split,
 )
@@ -83,7 +83,7 @@ class ResNet(nnx.Module):
         widths = (16, 16, 32, 64)
         self.stem, self.stem_norm = conv(channels, widths[0], (3, 3), 2), make_norm(widths[0])
         blocks = []
-        for before, after in zip(widths, widths[1:], strict=False):
+        for before, after in itertools.pairwise(widths):
             stride = 1 if before == after else 2
             blocks.append(
                 nnx.Dict(
@@ -337,6 +337,11 @@ def parse_args(argv=None):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--full", action="store_true", help="all of the data set, and three seeds")
+    parser.add_argument(
+        "--cells",
+        type=lambda text: [parse_cell(cell) for cell in text.split(",")],
+        help="only these, with commas between (default: all that belong to the run)",
+    )
     parser.add_argument("--again", type=parse_cell, metavar="CELL", help="run one cell once more")
     parser.add_argument("--data", choices=image_data.SOURCES, default="auto")
     parser.add_argument("--data-dir", help="folder with cifar-10-batches-bin or a TFDS CIFAR-10")
@@ -357,7 +362,9 @@ def parse_args(argv=None):
         if getattr(args, name) is None:
             setattr(args, name, full if args.full else quick)
     if args.train_size < EFFECTIVE_BATCH:
-        parser.error(f"argument --train-size: must be at least {EFFECTIVE_BATCH}")
+        parser.error(
+            f"argument --train-size: must be at least {EFFECTIVE_BATCH}, got {args.train_size}"
+        )
     return args
 
 
@@ -373,8 +380,9 @@ def main(argv=None):
         print(f"kept in {results.path}: {kept}")
         return
     done = set(map(cell_of, results.mine()))
-    left = [cell for cell in grid(args) if cell not in done]
-    print(f"{data}: {len(done)} cells are finished, {len(left)} are left")
+    cells = args.cells or grid(args)
+    left = [cell for cell in cells if cell not in done]
+    print(f"{data}: {len(cells) - len(left)} cells are finished, {len(left)} are left")
     run(left, args, results.add)
     print(
         f"\n{data}, effective batch {EFFECTIVE_BATCH}, by physical batch\n{table(results.mine())}"

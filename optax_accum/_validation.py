@@ -234,9 +234,11 @@ def check_not_passed(function: str, extra_args: dict[str, Any], names: Iterable[
 
 def check_statistics(means: jax.Array, variances: jax.Array, counts: jax.Array) -> None:
     """Require stacked statistics and a count for each."""
-    for name, x in (("means", means), ("variances", variances), ("counts", counts)):
-        if not _is_real(x.dtype):
-            raise ValueError(f"{name} must be real numbers, got dtype {x.dtype}.")
+    for name, x in (("means", means), ("variances", variances)):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{name} must be floating, got dtype {x.dtype}.")
+    if not _is_real(counts.dtype):
+        raise ValueError(f"counts must be real, got dtype {counts.dtype}.")
     if not means.ndim or means.shape != variances.shape or counts.shape != means.shape[:1]:
         raise ValueError(
             "means and variances must have one shape (k, ...) and counts the shape (k,), got"
@@ -255,6 +257,21 @@ def check_collections(collections: Any) -> None:
     for other in others:
         if other != first:
             raise ValueError(f"collections must have one structure, got {first} and {other}.")
+
+
+def check_batch(batch: Any) -> int:
+    """Require arrays with one example axis, the first; returns the number of examples."""
+    sizes = {}
+    for path, leaf in tree_flatten_with_path(batch)[0]:
+        if not jnp.ndim(leaf):
+            raise ValueError(
+                "batch must hold arrays with the example axis first;"
+                f" batch{keystr(path)} is the scalar {leaf!r}."
+            )
+        sizes[f"batch{keystr(path)}"] = len(leaf)
+    if len(set(sizes.values())) != 1 or not min(sizes.values()):
+        raise ValueError(f"batch must hold one number of examples in all its arrays, got {sizes}.")
+    return min(sizes.values())
 
 
 def check_same_structure(new_state: Any, old_state: Any) -> None:

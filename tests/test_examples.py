@@ -6,11 +6,9 @@ import hashlib
 import http.server
 import io
 import json
-import pathlib
 import re
 import socket
 import struct
-import sys
 import tarfile
 import threading
 import time
@@ -26,7 +24,6 @@ from jax.experimental.compilation_cache import compilation_cache
 from matplotlib import pyplot as plt
 from tensorboardX.proto import event_pb2
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 import cifar_flax
 import image_data
 from cifar_flax import Arm, Trainer

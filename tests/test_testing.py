@@ -1,0 +1,391 @@
+"""The checker finds every planted fault, names its reason, and is silent where there is none."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn, nnx
+from hypothesis import given, settings, strategies as st
+
+import batchnorm_vs_groupnorm
+import cifar_flax
+import image_data
+from optax_accum import accumulate, chain
+from optax_accum.testing import assert_window_equivalence
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(24, 8)).astype(np.float32)
+Y = RNG.integers(0, 5, 24)
+# Sequences of 1 to 6 tokens: a mask, [24, 6].
+MASK = (np.arange(6) < RNG.integers(1, 7, (24, 1))).astype(np.float32)
+WEIGHTS = {
+    "w": jnp.asarray(RNG.normal(size=(8, 5)), jnp.float32),
+    "b": jnp.asarray(RNG.normal(size=5), jnp.float32),
+}
+
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
+def losses(params, batch):
+    x, y = batch[:2]
+    return cross_entropy(x @ params["w"] + params["b"], y)
+
+
+def mean_loss(params, batch):
+    return losses(params, batch).mean()
+
+
+def fault(*args, **kwargs):
+    """The message of the fault that is found."""
+    with pytest.raises(AssertionError) as error:
+        assert_window_equivalence(*args, **kwargs)
+    message = str(error.value)
+    assert len(message.splitlines()) <= 6
+    assert len(message) < 900  # short enough to read
+    return message
+
+
+# No fault.
+
+
+@settings(max_examples=12)
+@given(st.integers(1, 24), st.integers(0, 2**32), st.sampled_from([1e-4, 1.0, 1e4]))
+def test_a_mean_over_examples_passes_at_every_k_and_scale(k, seed, scale):
+    params = jax.tree.map(
+        lambda p: scale * jax.random.normal(jax.random.key(seed), p.shape), WEIGHTS
+    )
+    assert_window_equivalence(mean_loss, params, (X, Y), k)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float64, jnp.complex64])
+@pytest.mark.parametrize("k", [4, 5])
+def test_every_dtype_passes(dtype, k):
+    with jax.enable_x64(dtype == jnp.float64):
+        params = jax.tree.map(lambda p: p.astype(dtype), WEIGHTS)
+        real = lambda params, batch: mean_loss(jax.tree.map(jnp.real, params), batch)
+        assert_window_equivalence(real, params, (X.astype(params["w"].real.dtype), Y), k)
+
+
+def test_narrow_arithmetic_under_wide_parameters_is_rounding():
+    def loss(params, batch):
+        narrow = lambda tree: jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+        return mean_loss(narrow(params), (narrow(batch[0]), batch[1]))
+
+    assert_window_equivalence(loss, WEIGHTS, (X, Y), 4)
+
+
+def test_a_gradient_that_is_rounding_alone_is_no_fault():
+    def loss(params, batch):  # a bias before a centering has no gradient
+        x, y = batch
+        logits = x @ params["w"] + params["b"] @ jnp.ones((5, 1))
+        return cross_entropy(logits - logits.mean(-1, keepdims=True), y).mean()
+
+    assert_window_equivalence(loss, WEIGHTS, (X, Y), 4)
+
+
+@pytest.mark.parametrize("norm", ["group", "layer", "none"])
+def test_the_models_of_the_cifar_example_pass(norm):
+    images = image_data.load("sample").head(32, 1)
+    model = cifar_flax.CNN(images.train_images, norm, jnp.float32, nnx.Rngs(0))
+    assert_window_equivalence(nnx_loss, model, images[1:3], 4)
+
+
+@pytest.mark.parametrize("norm", ["group", "layer"])
+def test_the_models_of_the_norm_example_pass(norm):
+    images = image_data.load("sample").head(32, 1)
+    model = batchnorm_vs_groupnorm.new_model(norm, 1, seed=0)
+    assert_window_equivalence(nnx_loss, model, images[1:3], 4)
+
+
+# Batch statistics.
+
+
+class LinenNet(nn.Module):
+    norm: str
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16)(x)
+        if self.norm == "group":
+            x = nn.GroupNorm(4)(x)
+        else:
+            x = nn.BatchNorm(use_running_average=self.norm == "frozen")(x)
+        return nn.Dense(5)(nn.relu(x))
+
+
+def linen(norm):
+    """A loss with mutable state, its params and its state."""
+    net = LinenNet(norm)
+    state = dict(net.init(jax.random.key(0), X))
+    params = state.pop("params")
+
+    def loss(params, state, batch):
+        logits, state = net.apply({"params": params, **state}, batch[0], mutable=[*state])
+        return cross_entropy(logits, batch[1]).mean(), state
+
+    return loss, params, state
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, norm, dropout=0.0):
+        rngs = nnx.Rngs(0)
+        self.inner, self.outer = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 5, rngs=rngs)
+        self.norm = norm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+
+    def __call__(self, x):
+        return self.outer(self.dropout(nnx.relu(self.norm(self.inner(x)))))
+
+
+group_norm = functools.partial(nnx.GroupNorm, num_groups=4)
+
+
+def nnx_loss(model, batch):
+    return cross_entropy(model(batch[0]), batch[1]).mean()
+
+
+def test_batch_norm_is_found_in_linen_and_its_parameters_named():
+    loss, params, state = linen("batch")
+    message = fault(loss, params, (X, Y), 4, model_state=state)
+    assert "batch statistics" in message
+    assert "['batch_stats']['BatchNorm_0']" in message
+    assert "['Dense_0']['kernel']: by" in message
+
+
+@pytest.mark.parametrize("norm", ["group", "frozen"])
+def test_other_norms_pass_in_linen(norm):
+    loss, params, state = linen(norm)
+    assert_window_equivalence(loss, params, (X, Y), 4, model_state=state)
+
+
+def test_batch_norm_is_found_in_nnx_and_frozen_it_passes():
+    model = NnxNet(nnx.BatchNorm)
+    model(X)  # running statistics of its own
+    before = jax.tree.map(jnp.copy, nnx.state(model, nnx.BatchStat))
+    message = fault(nnx_loss, model, (X, Y), 4)
+    assert "batch statistics" in message
+    assert "['norm']" in message
+    chex.assert_trees_all_equal(nnx.state(model, nnx.BatchStat), before)  # untouched
+    model.set_attributes(nnx.BatchNorm, use_running_average=True)
+    assert_window_equivalence(nnx_loss, model, (X, Y), 4)
+
+
+def test_group_norm_passes_in_nnx():
+    assert_window_equivalence(nnx_loss, NnxNet(group_norm), (X, Y), 4)
+
+
+def test_batch_norm_without_running_statistics_is_found():
+    def loss(params, batch):
+        logits = batch[0] @ params["w"]
+        normalised = (logits - logits.mean(0)) / logits.std(0)
+        return cross_entropy(normalised + params["b"], batch[1]).mean()
+
+    assert "batch statistics" in fault(loss, WEIGHTS, (X, Y), 4)
+
+
+# Randomness.
+
+
+def dropout_loss(params, batch, key):
+    keep = jax.random.bernoulli(key, 0.5, batch[0].shape)
+    return mean_loss(params, (batch[0] * keep, batch[1]))
+
+
+@pytest.mark.parametrize("key", [jax.random.key(1), jax.random.PRNGKey(1)], ids=["key", "raw"])
+def test_one_dropout_key_for_all_micro_batches_is_found(key):
+    loss = lambda params, batch: dropout_loss(params, batch, key)
+    assert "one random key for all micro-batches" in fault(loss, WEIGHTS, (X, Y), 4)
+    ignores = lambda params, batch, rng: dropout_loss(params, batch, key)
+    assert "one random key" in fault(ignores, WEIGHTS, (X, Y), 4, rng=key)
+
+
+@pytest.mark.parametrize("key", [jax.random.key(1), jax.random.PRNGKey(1)], ids=["key", "raw"])
+def test_a_key_for_each_micro_batch_passes(key):
+    assert_window_equivalence(dropout_loss, WEIGHTS, (X, Y), 4, rng=key)
+
+
+def test_a_loss_that_never_uses_its_key_is_not_random():
+    loss = lambda params, batch, rng: mean_loss(params, batch)
+    assert_window_equivalence(loss, WEIGHTS, (X, Y), 4, rng=jax.random.key(0))
+
+
+def test_dropout_passes_in_nnx_and_with_batch_norm_does_not():
+    assert_window_equivalence(nnx_loss, NnxNet(group_norm, dropout=0.3), (X, Y), 4)
+    assert "batch statistics" in fault(nnx_loss, NnxNet(nnx.BatchNorm, dropout=0.1), (X, Y), 12)
+
+
+def test_a_sum_is_found_through_dropout():
+    loss = lambda params, batch, key: dropout_loss(params, batch, key) * len(batch[0])
+    assert "a common factor" in fault(loss, WEIGHTS, (X, Y), 4, rng=jax.random.key(0))
+
+
+# Losses that are not means over examples.
+
+
+def token_loss(params, batch):
+    """A mean over the tokens of the batch."""
+    mask = batch[2]
+    return (losses(params, batch)[:, None] * mask).sum() / mask.sum()
+
+
+def test_a_mean_over_tokens_is_found_and_the_weights_that_would_fit():
+    message = fault(token_loss, WEIGHTS, (X, Y, MASK), 3)
+    assert "weight_fn=" in message
+    tokens = np.array([part.sum() for part in np.split(MASK, 3)])
+    assert ", ".join(f"{share:.3f}" for share in tokens / tokens.sum()) in message
+
+
+def test_a_mean_over_tokens_passes_with_its_weights():
+    count = lambda batch: batch[2].sum()
+    assert_window_equivalence(token_loss, WEIGHTS, (X, Y, MASK), 3, weight_fn=count)
+    summed = lambda params, batch: (losses(params, batch)[:, None] * batch[2]).sum()
+    tokens = lambda params, batch: summed(params, batch) / MASK.sum()
+    assert_window_equivalence(
+        tokens,
+        WEIGHTS,
+        (X, Y, MASK),
+        3,
+        weight_fn=count,
+        normalize="ratio",
+        micro_loss_fn=summed,
+    )
+
+
+def contrastive_loss(params, batch):
+    """InfoNCE: each example against all others of its batch."""
+    z = batch[0] @ params["w"]
+    z = z / jnp.linalg.norm(z, axis=1, keepdims=True)
+    return -jnp.diag(jax.nn.log_softmax(5 * z @ z.T)).mean()
+
+
+def auxiliary_loss(params, batch):
+    """A balance of the classes within the batch, as in mixtures of experts."""
+    share = jax.nn.softmax(batch[0] @ params["w"]).mean(0)
+    return mean_loss(params, batch) + (share**2).sum()
+
+
+def order_loss(params, batch):
+    """Each example against the next one of its batch."""
+    z = jnp.tanh(batch[0] @ params["w"])
+    return ((z - jnp.roll(z, 1, axis=0)) ** 2).mean()
+
+
+@pytest.mark.parametrize("loss", [contrastive_loss, auxiliary_loss, order_loss])
+@pytest.mark.parametrize("k", [2, 5])
+def test_a_loss_in_which_examples_see_each_other_is_found(loss, k):
+    assert "not a mean over examples" in fault(loss, WEIGHTS, (X, Y), k)
+
+
+def test_a_penalty_of_the_parameters_is_no_fault():
+    loss = lambda params, batch: mean_loss(params, batch) + 0.1 * optax.tree.norm(params) ** 2
+    assert_window_equivalence(loss, WEIGHTS, (X, Y), 4)
+
+
+# Common factors.
+
+
+@pytest.mark.parametrize(
+    ("loss", "factor"),
+    [
+        (lambda params, batch: losses(params, batch).sum(), "4 times"),
+        (lambda params, batch: losses(params, batch).sum() / 24, "4 times"),
+    ],
+    ids=["never normalised", "divided by the big batch"],
+)
+def test_a_sum_is_found_by_its_common_factor(loss, factor):
+    message = fault(loss, WEIGHTS, (X, Y), 4)
+    assert "a common factor" in message
+    assert factor in message
+    assert_window_equivalence(loss, WEIGHTS, (X, Y), 4, normalize="sum")
+
+
+def test_a_loss_that_is_divided_by_k_is_found_beside_that_of_the_big_batch():
+    divided = lambda params, batch: mean_loss(params, batch) / 8
+    message = fault(mean_loss, WEIGHTS, (X, Y), 8, micro_loss_fn=divided)
+    assert "a common factor" in message
+    assert "8 times the window's" in message
+
+
+# Optimizers.
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        chain(accumulate(4), optax.clip_by_global_norm(0.1), optax.adamw(1e-3)),
+        chain(optax.zero_nans(), accumulate(4), optax.adam(1e-3)),
+        chain(optax.scale(0.5), accumulate(4), optax.adam(1e-3)),
+        accumulate(2, accumulate(2, optax.adam(1e-3))),
+        optax.partition(
+            {"a": accumulate(4, optax.adam(1e-3)), "b": chain(accumulate(4), optax.sgd(1.0))},
+            {"w": "a", "b": "b"},
+        ),
+        accumulate(4, optax.adam(1e-3), should_skip_update_fn=optax.skip_not_finite),
+    ],
+)
+def test_an_optimizer_with_all_behind_the_gate_passes(tx):
+    assert_window_equivalence(mean_loss, WEIGHTS, (X, Y), 4, tx=tx)
+
+
+@pytest.mark.parametrize(
+    ("tx", "words"),
+    [
+        (chain(optax.scale_by_adam(), accumulate(4)), "stateful transformation outside the gate"),
+        (chain(optax.trace(0.9), accumulate(4)), "opt_state[0].trace"),
+        (
+            optax.inject_hyperparams(lambda rate: accumulate(4, optax.sgd(rate)))(1e-3),
+            "opt_state.count",
+        ),
+        (chain(optax.clip_by_global_norm(0.1), accumulate(4)), "clipped or normalised outside"),
+        (chain(optax.scale_by_sign(), accumulate(4)), "clipped or normalised outside"),
+        (chain(accumulate(3), optax.sgd(1.0)), "not with micro-step 4"),
+        (chain(accumulate(8), optax.sgd(1.0)), "not with micro-step 4"),
+        (optax.adam(1e-3), "holds no accumulator"),
+        (optax.MultiSteps(optax.adam(1e-3), 4).gradient_transformation(), "holds no accumulator"),
+    ],
+)
+def test_an_optimizer_with_something_outside_the_gate_is_found(tx, words):
+    assert words in fault(mean_loss, WEIGHTS, (X, Y), 4, tx=tx)
+
+
+# Arguments.
+
+
+def test_has_aux_and_model_state_return_as_in_the_train_step():
+    with_aux = lambda params, batch: (mean_loss(params, batch), {"a": 1})
+    assert_window_equivalence(with_aux, WEIGHTS, (X, Y), 4, has_aux=True)
+    both = lambda params, state, batch: (mean_loss(params, batch), (state, {"a": 1}))
+    assert_window_equivalence(
+        both, WEIGHTS, (X, Y), 4, has_aux=True, model_state={"n": jnp.ones(1)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "k", "kwargs", "message"),
+    [
+        ((X, Y), 0, {}, "num_microbatches must be an int from 1 to the 24 .* got 0"),
+        ((X, Y), 25, {}, "num_microbatches .* got 25"),
+        ((X, Y), 2.0, {}, r"num_microbatches .* got 2\.0"),
+        ((X, Y), True, {}, "num_microbatches .* got True"),
+        ((X, Y[:5]), 4, {}, r"one number of examples .*batch\[0\]': 24, 'batch\[1\]': 5"),
+        ((X, 3.0), 4, {}, r"example axis first; batch\[1\] is the scalar 3\.0"),
+        ((), 4, {}, "batch must hold"),
+        ((X, Y), 4, {"normalize": "none"}, "normalize must be one of"),
+        ((0 * X, Y), 4, {"params": {"w": WEIGHTS["w"]}}, "nothing to compare"),
+        ((X * np.nan, Y), 4, {}, r"finite to be compared; that of \['b'\]"),
+    ],
+)
+def test_a_wrong_argument_is_named(batch, k, kwargs, message):
+    params = kwargs.pop("params", WEIGHTS)
+    loss = mean_loss if "b" in params else lambda p, batch: (batch[0] @ p["w"]).mean()
+    with pytest.raises(ValueError, match=message):
+        assert_window_equivalence(loss, params, batch, k, **kwargs)
+
+
+def test_a_module_brings_its_own_state():
+    with pytest.raises(ValueError, match=r"model_state must be None for an nnx\.Module"):
+        assert_window_equivalence(nnx_loss, NnxNet(group_norm), (X, Y), 4, model_state={})
