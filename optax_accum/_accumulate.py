@@ -44,9 +44,11 @@ class _Accumulator(NamedTuple):
     step: Callable[..., tuple[optax.Updates, Any]]  # update, and a flush without a micro-step
     followed_by: Callable[..., optax.GradientTransformationExtraArgs]  # with more behind its gate
     averaged: frozenset[str]  # extra args that it averages
+    normalize: str
 
 
-def _accumulator_in(tx: optax.GradientTransformation) -> _Accumulator | None:
+def accumulator_in(tx: optax.GradientTransformation) -> _Accumulator | None:
+    """The accumulator that `tx` is, or the first in the `chain` that it is."""
     return getattr(tx.update, "accumulator", None)
 
 
@@ -140,7 +142,7 @@ def accumulate(
     tx = optax.with_extra_args_support(
         optax.identity() if not inner else inner[0] if len(inner) == 1 else chain(*inner)
     )
-    inside = _accumulator_in(tx)
+    inside = accumulator_in(tx)
     averaged = frozenset(average_extra_args)
     if inside is not None:
         _validation.check_averaged_inside(averaged, inside.averaged)
@@ -301,7 +303,7 @@ def accumulate(
             average_extra_args=average_extra_args,
         )
 
-    return _transformation(init_fn, update_fn, _Accumulator(step, followed_by, averaged))
+    return _transformation(init_fn, update_fn, _Accumulator(step, followed_by, averaged, normalize))
 
 
 def chain(*transforms: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -331,7 +333,7 @@ def chain(*transforms: optax.GradientTransformation) -> optax.GradientTransforma
     """
     _validation.check_transforms("transforms", transforms)
     for index, transform in enumerate(transforms):
-        accumulator = _accumulator_in(transform)
+        accumulator = accumulator_in(transform)
         if accumulator is not None:
             before, after = transforms[:index], transforms[index + 1 :]
             return _behind(before, accumulator.followed_by(*after) if after else transform)
@@ -342,7 +344,7 @@ def _behind(before, last) -> optax.GradientTransformationExtraArgs:
     """`optax.chain(*before, last)`, of which a flush is for `last`, an accumulator, alone."""
     chained = optax.chain(*before, last)
     prefix = optax.chain(*before) if before else None
-    accumulator = _accumulator_in(last)
+    accumulator = accumulator_in(last)
     assert accumulator is not None
 
     def step(gradients, state, params, extra_args, weight=None, flush=False, is_micro_step=True):
@@ -358,7 +360,7 @@ def _behind(before, last) -> optax.GradientTransformationExtraArgs:
         return _behind(before, accumulator.followed_by(*transforms))
 
     return _transformation(
-        chained.init, chained.update, _Accumulator(step, followed_by, accumulator.averaged)
+        chained.init, chained.update, accumulator._replace(step=step, followed_by=followed_by)
     )
 
 
@@ -401,7 +403,7 @@ def flush(
       >>> print(updates, has_updated(state))
       -4.0 True
     """
-    accumulator = _accumulator_in(tx) if isinstance(tx, optax.GradientTransformation) else None
+    accumulator = accumulator_in(tx) if isinstance(tx, optax.GradientTransformation) else None
     if accumulator is None:
         raise TypeError(
             "tx must come from optax_accum.accumulate or optax_accum.chain to be flushed, got"

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from optax_accum import _validation
@@ -32,6 +33,7 @@ def pool_batch_stats(
       variances: As `means`; divided by nᵢ, not by nᵢ - 1, as Flax has them.
       counts: Real [k], nᵢ >= 0. Their ratio alone matters: examples do, where all micro-batches
         have the same positions per example. An entry of count 0 adds nothing, even if it is NaN.
+        Keep a count that grows as a float: an int32 ends at 2³¹ - 1.
 
     Returns:
       Mean and variance, shape [...], in the dtype of `means` and `variances`, computed no narrower
@@ -50,10 +52,14 @@ def pool_batch_stats(
       Chan, Golub and LeVeque, 1983, Algorithms for Computing the Sample Variance.
     """
     means, variances = jnp.asarray(means), jnp.asarray(variances)
+    if not any(isinstance(count, jax.Array) for count in jax.tree.leaves(counts)):
+        counts = np.asarray(counts, np.float64)  # an int32 ends at 2**31
+        counts = counts / max(counts.max(initial=0), 1)
     counts = jnp.asarray(counts)
     _validation.check_statistics(means, variances, counts)
-    wide = jnp.promote_types(jnp.result_type(means, variances), jnp.float32)
-    n = counts.astype(wide).reshape(-1, *[1] * (means.ndim - 1))
+    wide = jnp.float64 if jnp.float64 in (means.dtype, variances.dtype) else jnp.float32
+    n = jnp.where(counts > 0, counts, 0).astype(wide)
+    n = (n / n.max()).reshape(-1, *[1] * (means.ndim - 1))
     share = n / n.sum()
     # Selected, since 0 * NaN is NaN.
     mu, var = (jnp.where(n > 0, x.astype(wide), 0) for x in (means, variances))

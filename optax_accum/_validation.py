@@ -239,24 +239,38 @@ def check_statistics(means: jax.Array, variances: jax.Array, counts: jax.Array) 
             raise ValueError(f"{name} must be floating, got dtype {x.dtype}.")
     if not _is_real(counts.dtype):
         raise ValueError(f"counts must be real, got dtype {counts.dtype}.")
-    if not means.ndim or means.shape != variances.shape or counts.shape != means.shape[:1]:
+    is_stacked = means.ndim and len(means) and means.shape == variances.shape
+    if not is_stacked or counts.shape != means.shape[:1]:
         raise ValueError(
-            "means and variances must have one shape (k, ...) and counts the shape (k,), got"
-            f" {means.shape}, {variances.shape} and {counts.shape}."
+            "means and variances must have one shape (k, ...) and counts the shape (k,), k >= 1;"
+            f" got {means.shape}, {variances.shape} and {counts.shape}."
         )
 
 
 def check_collections(collections: Any) -> None:
-    """Require a sequence of trees of one structure."""
+    """Require a sequence of trees of one structure and of one shape for each leaf."""
     if not isinstance(collections, tuple | list) or not collections:
         raise ValueError(
             "collections must be a list or tuple of one collection for each micro-batch, got"
-            f" {collections!r}."
+            f" {'an empty one' if collections == [] else type(collections).__name__}."
         )
-    first, *others = map(jax.tree.structure, collections)
-    for other in others:
-        if other != first:
-            raise ValueError(f"collections must have one structure, got {first} and {other}.")
+    shapes = [
+        {keystr(path): jnp.shape(leaf) for path, leaf in tree_flatten_with_path(collection)[0]}
+        for collection in collections
+    ]
+    for i, (collection, each) in enumerate(zip(collections, shapes, strict=True)):
+        differ = sorted(p for p in {*each, *shapes[0]} if each.get(p) != shapes[0].get(p))
+        if differ:
+            raise ValueError(
+                f"collections must have one structure and one shape for each leaf;"
+                f" {differ[0]} has {shapes[0].get(differ[0], 'no leaf')} in collections[0] and"
+                f" {each.get(differ[0], 'no leaf')} in collections[{i}]."
+            )
+        if jax.tree.structure(collection) != jax.tree.structure(collections[0]):
+            raise ValueError(
+                f"collections must have one structure; collections[{i}] has the leaves of"
+                " collections[0] in other containers."
+            )
 
 
 def check_batch(batch: Any) -> int:

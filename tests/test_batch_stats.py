@@ -93,6 +93,13 @@ def test_a_micro_batch_of_count_0_adds_nothing_and_no_values_have_no_mean():
     assert np.isnan(pool_batch_stats(nothing, nothing, [0, 0])).all()
 
 
+@pytest.mark.parametrize("count", [3_000_000_000, 2**60, 1e30, 1e-30])
+def test_counts_of_any_size_are_a_ratio(count):
+    for counts in ([3 * count, count], np.array([3 * count, count])):
+        mean, variance = pool_batch_stats([1.0, 5.0], [1.0, 1.0], counts)
+        np.testing.assert_allclose([mean, variance], [2, 4], rtol=1e-6)
+
+
 def test_it_compiles_once_and_differentiates():
     def spread(means):
         return pool_batch_stats(means, jnp.ones(2), jnp.array([1.0, 3.0]))[1]
@@ -107,6 +114,7 @@ def test_it_compiles_once_and_differentiates():
         (jnp.ones((2, 3)), jnp.ones((2, 4)), [1, 1], r"got \(2, 3\), \(2, 4\) and \(2,\)"),
         (jnp.ones((2, 3)), jnp.ones((2, 3)), [1, 1, 1], r"got \(2, 3\), \(2, 3\) and \(3,\)"),
         (1.0, 1.0, 1, r"got \(\), \(\) and \(\)"),
+        (jnp.ones(0), jnp.ones(0), [], r"k >= 1; got \(0,\)"),
         (jnp.ones(2, complex), jnp.ones(2), [1, 1], "means must be floating.*complex64"),
         (jnp.ones(2), jnp.ones(2, int), [1, 1], "variances must be floating.*int32"),
         (jnp.ones(2), jnp.ones(2), jnp.ones(2, complex), "counts must be real.*complex64"),
@@ -218,9 +226,10 @@ PAIR = {"mean": jnp.ones(2), "var": jnp.ones(2)}
 @pytest.mark.parametrize(
     ("collections", "message"),
     [
-        ([], r"got \[\]"),
-        (PAIR, "must be a list or tuple"),
-        ([PAIR, {"mean": jnp.ones(2)}], "one structure"),
+        ([], "got an empty one"),
+        (PAIR, "must be a list or tuple.*got dict"),
+        ([PAIR, {"mean": jnp.ones(2)}], r"\['var'\] has \(2,\) .* and no leaf in collections\[1\]"),
+        ([PAIR, {**PAIR, "mean": jnp.ones(3)}], r"\['mean'\] has \(2,\) .* and \(3,\) in"),
         ([{"a": {"mean": jnp.ones(2)}}], r"a mean beside each var.*\['a'\]\['mean'\]"),
         ([{"bn": PAIR, "count": jnp.ones(2)}], r"a mean beside each var.*\['count'\]"),
         ([{"mean": jnp.ones(2), "var": jnp.ones(3)}], r"got \(1, 2\), \(1, 3\)"),

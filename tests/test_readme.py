@@ -1,5 +1,6 @@
 """What the README says runs, and is so."""
 
+import json
 import pathlib
 import re
 
@@ -8,11 +9,13 @@ import numpy as np
 import optax
 import pytest
 
+import batchnorm_vs_groupnorm
 import laws
 import optax_accum
 from optax_accum import accumulate, chain
 
 ROOT = pathlib.Path(__file__).parents[1]
+RESULTS = ROOT / "examples" / "results"
 README = (ROOT / "README.md").read_text()
 
 
@@ -41,10 +44,26 @@ def test_pictures_and_links_lead_somewhere():
 
 
 def test_all_that_is_exported_is_documented():
-    for name in ("accumulate", "chain", "flush", "has_updated", "AccumulateState"):
+    names = [name for name in vars(optax_accum) if not name.startswith("_")]
+    names = [name for name in names if callable(getattr(optax_accum, name))]
+    assert len(names) >= 7
+    for name in names:
         assert getattr(optax_accum, name).__doc__
         assert f"`{name}" in README
     assert optax_accum.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_table_of_norms_is_that_of_the_committed_results():
+    rows = json.loads((RESULTS / "batchnorm_vs_groupnorm.json").read_text())
+    assert {str(batchnorm_vs_groupnorm.cell_of(row)) for row in rows} == {
+        str(cell)
+        for cell in batchnorm_vs_groupnorm.grid(batchnorm_vs_groupnorm.parse_args(["--full"]))
+    }
+    errors, differences = batchnorm_vs_groupnorm.table(rows).split("\n\n")
+    assert errors in README
+    assert differences in README
+    mean = batchnorm_vs_groupnorm.statistics(rows)
+    assert max(mean["batch", 64][0], mean["group", 64][0]) < 45  # or they learned too little
 
 
 def test_adam_hides_a_loss_divided_by_k_and_sgd_does_not():

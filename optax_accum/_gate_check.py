@@ -1,0 +1,98 @@
+"""Does an optimizer keep behind its gate what must not see micro-steps?"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from optax_accum._accumulate import AccumulateState, accumulator_in, has_updated
+from optax_accum._equivalence import changed, norm, vectors
+
+
+def check_gate(tx, params, gradients, num_microbatches, normalize) -> None:
+    """Assert that what `tx` has before or around its accumulators does not see micro-steps."""
+    accumulator = accumulator_in(tx)
+    averaged = {} if accumulator is None else dict.fromkeys(accumulator.averaged, 1.0)
+    with_extra_args = optax.with_extra_args_support(tx)
+    update = jax.jit(lambda g, state: with_extra_args.update(g, state, params, **averaged))
+    start = tx.init(params)
+    remedy = f"Let it stand behind the gate: chain(accumulate({num_microbatches}), ...)."
+    if not _split_state(start)[0] or _has(optax.MultiStepsState, start):
+        raise AssertionError(
+            "tx must hold an accumulator, and no optax.MultiSteps: each micro-batch would be a"
+            f" step of its own, or a window be one of windows. {remedy}"
+        )
+    if accumulator is not None and accumulator.normalize != normalize:
+        raise AssertionError(
+            f"tx has normalize={accumulator.normalize!r}, and the window was compared with"
+            f" {normalize!r}."
+        )
+    _, after = update(gradients[0], start)
+    moved = changed(_split_state(start)[1], _split_state(after)[1])
+    if moved:
+        raise AssertionError(
+            f"tx changes a state outside the gate in each micro-step, opt_state{moved[0]}."
+            "\nLikely: a stateful transformation outside the gate, which counts micro-steps or"
+            f" remembers micro-gradients. {remedy}"
+        )
+    if num_microbatches > 1:
+        _check_affine(update, start, gradients[0], gradients[-1], remedy)
+    state = start
+    for i in range(num_microbatches):
+        updates, state = update(gradients[0], state)
+        is_last = i + 1 == num_microbatches
+        for path, inside in _split_state(state)[0]:
+            if bool(has_updated(inside)) != is_last:
+                raise AssertionError(
+                    f"tx closes the window of opt_state{path} not with micro-step"
+                    f" {num_microbatches}; is its every_k another than num_microbatches?"
+                )
+        for path, update_ in tree_flatten_with_path(updates)[0]:
+            if not is_last and np.any(np.asarray(update_)):
+                raise AssertionError(
+                    f"tx updates params{keystr(path)} in a micro-step off the boundary: it is not"
+                    f" accumulated, or something adds to it outside the gate. {remedy}"
+                )
+
+
+def _check_affine(update, start, g, h, remedy) -> None:
+    """Assert that what the accumulator receives of g + h is that of g and of h together."""
+    largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves((g, h)) if x.size)
+    limit = min(float(jnp.finfo(x.dtype).max) for x in jax.tree.leaves(g))
+    # Up to where a clip would act if it ever does.
+    highest = 2.0 ** math.floor(math.log2(min(2.0**20, limit / (16 * largest))))
+    for scale in (1.0, highest):
+        ends = [
+            _split_state(
+                update(jax.tree.map(lambda x, y, a=a, b=b: a * x + b * y, g, h), start)[1]
+            )[0]
+            for a, b in ((scale, scale), (scale, 0.0), (0.0, scale), (0.0, 0.0))
+        ]
+        for (path, both), *others in zip(*ends, strict=True):
+            if len({int(jnp.sum(s.num_skipped)) for s in (both, *(o for _, o in others))}) > 1:
+                continue  # rejected by size, which is the gate's own
+            sums = [vectors(s.window_sum) for s in (both, *(o for _, o in others))]
+            for s_both, s_g, s_h, s_0 in zip(*sums, strict=True):
+                parts = s_g + s_h - s_0
+                if norm(s_both - parts) > 0.01 * (norm(s_g) + norm(s_h)):
+                    raise AssertionError(
+                        "tx hands a gradient to the accumulator"
+                        f" opt_state{path} that is not the sum of its parts.\nLikely: it is clipped"
+                        f" or normalised outside the gate, micro-batch by micro-batch. {remedy}"
+                    )
+
+
+def _split_state(opt_state):
+    """The outermost accumulators' states with their paths, and the tree without them."""
+    is_accumulator = lambda x: isinstance(x, AccumulateState)
+    leaves, treedef = tree_flatten_with_path(opt_state, is_leaf=is_accumulator)
+    inside = [(keystr(path), leaf) for path, leaf in leaves if is_accumulator(leaf)]
+    return inside, treedef.unflatten(None if is_accumulator(x) else x for _, x in leaves)
+
+
+def _has(kind, opt_state) -> bool:
+    is_kind = lambda x: isinstance(x, kind)
+    return any(map(is_kind, jax.tree.leaves(opt_state, is_leaf=is_kind)))
