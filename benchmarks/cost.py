@@ -1,7 +1,7 @@
 """What a micro-step costs: this library, `acc += g` (the floor) and `optax.MultiSteps`.
 
     python benchmarks/cost.py --cases "adam 20x1M" "adam 400x10k"    # 80 seconds on two CPU cores
-    python benchmarks/cost.py                             # Muon too: well over ten minutes
+    python benchmarks/cost.py                             # Muon too: fourteen minutes
     python benchmarks/cost.py --runs 1 --cases "adam 20x1M"
 
 Each row is one jitted call per micro-step with params and state donated and `apply_updates`
