@@ -24,11 +24,12 @@ import json
 import multiprocessing
 import os
 import pathlib
+import shlex
+import sys
 import tempfile
 import time
 from concurrent import futures
 from typing import NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +157,7 @@ def freeze(trainer):
     model = nnx.merge(trainer.graph, trainer.params, trainer.rest)
     model.set_attributes(nnx.BatchNorm, use_running_average=True)
     trainer.graph = split(model)[0]
-    trainer.step = jax.jit(trainer._step, donate_argnums=(0, 1, 2))
+    trainer.reset()
     return trainer
 
 
@@ -171,14 +172,15 @@ def train(cell, images, args):
     for epoch in range(args.epochs):
         if cell.norm == "batch-frozen" and epoch == WARM_UP_EPOCHS:
             freeze(trainer)
-        trainer.compile(images.train_images[:batch], images.train_labels[:batch])
+        if batch not in trainer.compiled:
+            trainer.compile(images.train_images[:batch], images.train_labels[:batch])
         order = epoch_order(len(images.train_images), cell.seed, epoch)[:size]
         began, losses = time.perf_counter(), []
         for index in order.reshape(-1, batch):
             losses.append(
                 trainer.micro_step(images.train_images[index], images.train_labels[index])
             )
-        train_loss = float(jnp.stack(losses).mean())
+        train_loss = float(np.mean(jax.device_get(losses)))
         seconds += time.perf_counter() - began
         _, accuracy = trainer.evaluate(images.test_images, images.test_labels)
         curve.append({"epoch": epoch + 1, "train_loss": train_loss, "test_error": 1 - accuracy})
@@ -210,11 +212,6 @@ def config(args):
     return {name: getattr(args, name) for name in ("train_size", "test_size", "epochs", "lr")}
 
 
-def work(cell, args):
-    """`train`, in a process of its own."""
-    return train(cell, load(args), args)
-
-
 @functools.cache
 def _images(data, data_dir):
     return image_data.load(data, data_dir)
@@ -225,20 +222,33 @@ def load(args):
     return images._replace(name=args.data_name or images.name)
 
 
-def run(cells, args, keep):
-    """Train the cells, `args.workers` at a time; each goes to `keep` when it is finished."""
+def one_thread(compiled):
+    """Set up a worker, before its JAX starts."""
     # One thread a worker: more images per second in all, and figures that do not depend on the
-    # number of cores.
+    # number of cores. On a card the workers share its memory.
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false"
     os.environ["NPROC"] = "1"
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    jax.config.update("jax_compilation_cache_dir", compiled)
+
+
+def work(cell, args, data):
+    """`train`, in a worker."""
+    images = load(args)
+    if images.name != data:
+        raise RuntimeError(f"the run began on {data}, and a worker found {images.name}")
+    return train(cell, images, args)
+
+
+def run(cells, args, data, keep):
+    """Train the cells, `args.workers` at a time; each goes to `keep` when it is finished."""
     spawn = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory() as compiled,
-        mock.patch.dict(os.environ, {"JAX_COMPILATION_CACHE_DIR": compiled}),
-        futures.ProcessPoolExecutor(args.workers, spawn) as pool,
+        futures.ProcessPoolExecutor(args.workers, spawn, one_thread, (compiled,)) as pool,
     ):
-        running = [pool.submit(work, cell, args) for cell in cells]
+        running = [pool.submit(work, cell, args, data) for cell in cells]
         try:
             for future in tqdm(futures.as_completed(running), total=len(running), unit=" cells"):
                 keep(future.result())
@@ -257,7 +267,7 @@ def grid(args):
     return [Cell(*pair, seed) for seed in range(args.seeds) for pair in pairs]
 
 
-def statistics(rows):
+def mean_errors(rows):
     """Mean test error and its standard error in percent, by (norm, physical batch)."""
     errors = {}
     for row in rows:
@@ -272,8 +282,8 @@ def statistics(rows):
 def table(rows):
     """Test error by norm and physical batch; then the difference of the first update."""
     shown = {
-        key: f"{mean:.1f}" + (f" ± {spread:.1f}" if spread is not None else "")
-        for key, (mean, spread) in statistics(rows).items()
+        key: f"{mean:.1f}" + (f" ± {standard_error:.1f}" if standard_error is not None else "")
+        for key, (mean, standard_error) in mean_errors(rows).items()
     }
     largest = {}
     for row in rows:
@@ -281,11 +291,11 @@ def table(rows):
         largest[key] = max(largest.get(key, 0), row["first_update_max_diff"])
     differences = {key: f"{value:.0e}" for key, value in largest.items()}
     return "\n\n".join(
-        (_grid("test error, %", shown), _grid("first update differs by", differences))
+        (_markdown("test error, %", shown), _markdown("first update differs by", differences))
     )
 
 
-def _grid(title, values):
+def _markdown(title, values):
     sizes = [size for size in SIZES if any(key[1] == size for key in values)]
     lines = [f"| {title} | {' | '.join(map(str, sizes))} |", "|---" * (len(sizes) + 1) + "|"]
     for norm in (*NORMS, *REMEDIES):
@@ -303,6 +313,7 @@ class Results:
         self.config, self.data = config(args), data
 
     def add(self, row):
+        self.rows = json.loads(self.path.read_text()) if self.path.exists() else []
         kept = [r for r in self.rows if not (self.is_mine(r) and cell_of(r) == cell_of(row))]
         self.rows = sorted([*kept, row], key=lambda r: (r["seed"], r["norm"], -r["physical_batch"]))
         half_written = self.path.with_suffix(".tmp")
@@ -361,6 +372,11 @@ def parse_args(argv=None):
     ):
         if getattr(args, name) is None:
             setattr(args, name, full if args.full else quick)
+    if args.epochs <= WARM_UP_EPOCHS:
+        parser.error(
+            f"argument --epochs: must be more than {WARM_UP_EPOCHS}, the warm-up of batch-frozen,"
+            f" got {args.epochs}"
+        )
     if args.train_size < EFFECTIVE_BATCH:
         parser.error(
             f"argument --train-size: must be at least {EFFECTIVE_BATCH}, got {args.train_size}"
@@ -375,23 +391,23 @@ def main(argv=None):
     data = load(args).name
     results = Results(out / "batchnorm_vs_groupnorm.json", args, data)
     if args.again:
-        kept = {cell_of(row): row["test_error"] for row in results.mine()}.get(args.again)
-        run([args.again], args, lambda row: print(f"{args.again} on {data}: {row['test_error']}"))
-        print(f"kept in {results.path}: {kept}")
+        again = lambda row: print(f"{args.again} on {data}: {row['test_error']}")
+        run([args.again], args, data, again)
+        kept = {cell_of(row): row["test_error"] for row in results.mine()}
+        print(f"{results.path} has: {kept.get(args.again, 'no such cell with these options')}")
         return
     done = set(map(cell_of, results.mine()))
     cells = args.cells or grid(args)
     left = [cell for cell in cells if cell not in done]
     print(f"{data}: {len(cells) - len(left)} cells are finished, {len(left)} are left")
-    run(left, args, results.add)
+    run(left, args, data, results.add)
     print(
         f"\n{data}, effective batch {EFFECTIVE_BATCH}, by physical batch\n{table(results.mine())}"
     )
-    norm_plots.errors(statistics(results.mine()), data, results.path.with_suffix(".png"))
-    options = " --full" * args.full + f" --out {args.out}"
-    print(
-        f"\nOne cell again: python {__file__}{options} --again {left[-1] if left else 'batch/2/0'}"
-    )
+    picture = results.path.with_suffix(".png")
+    norm_plots.errors(mean_errors(results.mine()), data, EFFECTIVE_BATCH, picture)
+    options = shlex.join(sys.argv[1:] if argv is None else argv)
+    print(f"\nOne cell again: python {__file__} {options} --again {cells[-1]}")
 
 
 if __name__ == "__main__":

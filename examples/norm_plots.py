@@ -14,23 +14,25 @@ STYLES = {
 }
 
 
-def errors(statistics, data, path):
+def errors(mean_errors, data, effective_batch, path):
     """Test error of each norm over the physical batch, with standard errors."""
     figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
     for norm, (label, style) in STYLES.items():
-        sizes = sorted((size for name, size in statistics if name == norm), reverse=True)
+        sizes = sorted((size for name, size in mean_errors if name == norm), reverse=True)
         if not sizes:
             continue
-        means, spreads = zip(*(statistics[norm, size] for size in sizes), strict=True)
+        means, standard_errors = zip(*(mean_errors[norm, size] for size in sizes), strict=True)
         line = "-" if len(sizes) > 2 else ":"
-        spreads = [spread or 0 for spread in spreads]  # None where there is one seed
-        axis.errorbar(sizes, means, spreads, label=label, capsize=3, linestyle=line, **style)
+        standard_errors = [error or 0 for error in standard_errors]  # None where there is one seed
+        axis.errorbar(
+            sizes, means, standard_errors, label=label, capsize=3, linestyle=line, **style
+        )
     axis.set_xscale("log", base=2)
-    sizes = sorted({size for _, size in statistics})
-    axis.set_xticks(sizes, [f"{size}\nk={64 // size}" for size in sizes])
+    sizes = sorted({size for _, size in mean_errors})
+    axis.set_xticks(sizes, [f"{size}\nk={effective_batch // size}" for size in sizes])
     axis.minorticks_off()
     axis.invert_xaxis()
-    axis.set_xlabel("physical batch (the effective batch is 64)")
+    axis.set_xlabel(f"physical batch (the effective batch is {effective_batch})")
     axis.set_ylabel("test error, %")
     axis.set_title(f"What the norm sees: {data}")
     axis.grid(alpha=0.3)

@@ -44,10 +44,14 @@ class Trainer:
         # Params are trained; the rest (BatchNorm's statistics) is carried along.
         self.graph, self.params, self.rest = split(model)
         self.opt_state = self.tx.init(self.params)
-        self.step = jax.jit(self._step, donate_argnums=(0, 1, 2))
-        self.compiled = {}  # by the size of the micro-batch
         self.flush = jax.jit(self._flush, donate_argnums=(0, 1))
         self.evaluate_batch = jax.jit(self._evaluate_batch)
+        self.reset()
+
+    def reset(self):
+        """Trace the step anew, after a change of the graph."""
+        self.step = jax.jit(functools.partial(self._step), donate_argnums=(0, 1, 2))
+        self.compiled = {}  # by the size of the micro-batch
 
     def _loss(self, params, rest, images, labels):
         model = nnx.merge(self.graph, params, rest, copy=True)  # BatchNorm writes to it
