@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from optax_accum import _validation
@@ -29,7 +28,7 @@ def pool_batch_stats(
     apply the momentum once: `optax.incremental_update(pooled, running, 1 - momentum)`.
 
     Args:
-      means: Stacked on axis 0: real [k, ...], whatever stands for a channel.
+      means: Floating [k, ...], those of the micro-batches stacked on axis 0, for any channels.
       variances: As `means`; divided by nᵢ, not by nᵢ - 1, as Flax has them.
       counts: Real [k], nᵢ >= 0. Their ratio alone matters: examples do, where all micro-batches
         have the same positions per example. An entry of count 0 adds nothing, even if it is NaN.
@@ -40,7 +39,7 @@ def pool_batch_stats(
       than float32; NaN if all counts are 0.
 
     Raises:
-      ValueError: The shapes do not fit each other.
+      ValueError: The shapes do not fit each other, or means and variances are not floating.
 
     Example:
       >>> import jax.numpy as jnp
@@ -52,21 +51,18 @@ def pool_batch_stats(
       Chan, Golub and LeVeque, 1983, Algorithms for Computing the Sample Variance.
     """
     means, variances = jnp.asarray(means), jnp.asarray(variances)
-    if not any(isinstance(count, jax.Array) for count in jax.tree.leaves(counts)):
-        counts = np.asarray(counts, np.float64)  # an int32 ends at 2**31
-        counts = counts / max(counts.max(initial=0), 1)
-    counts = jnp.asarray(counts)
     _validation.check_statistics(means, variances, counts)
     wide = jnp.float64 if jnp.float64 in (means.dtype, variances.dtype) else jnp.float32
-    n = jnp.where(counts > 0, counts, 0).astype(wide)
-    n = (n / n.max()).reshape(-1, *[1] * (means.ndim - 1))
+    means_, variances_ = means.astype(wide), variances.astype(wide)
+    counts = jnp.asarray(counts, wide)  # not int32, which ends at 2**31
+    n = jnp.where(counts > 0, counts, 0).reshape(-1, *[1] * (means.ndim - 1))
     share = n / n.sum()
-    # Selected, since 0 * NaN is NaN.
-    mu, var = (jnp.where(n > 0, x.astype(wide), 0) for x in (means, variances))
     # Around one of the means, so that a large common part cancels before it is rounded.
-    origin = jnp.take(mu, jnp.argmax(counts), axis=0)
-    mean = origin + jnp.sum(share * jnp.where(n > 0, mu - origin, 0), axis=0)
-    variance = jnp.sum(share * (var + jnp.where(n > 0, mu - mean, 0) ** 2), axis=0)
+    origin = jnp.take(means_, jnp.argmax(n), axis=0)
+    # Selected, since 0 * NaN is NaN.
+    mu, var = jnp.where(n > 0, means_, origin), jnp.where(n > 0, variances_, 0)
+    mean = origin + jnp.sum(share * (mu - origin), axis=0)
+    variance = jnp.sum(share * (var + (mu - mean) ** 2), axis=0)
     return mean.astype(means.dtype), variance.astype(variances.dtype)
 
 

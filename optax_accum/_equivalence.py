@@ -1,8 +1,5 @@
 """The gradients of a big batch and of its window side by side, and why they differ."""
 
-import functools
-import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,83 +8,11 @@ import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from optax_accum._accumulate import accumulate
+from optax_accum._jaxprs import eps_of, equations, is_random
+from optax_accum._model import Model, take
 
 _DRAWS = 64  # of a random loss
 _CHANCE = 10  # standard errors
-_RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
-_MOVES = {  # bytes about, without arithmetic
-    *("broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice"),
-    *("dynamic_update_slice", "gather", "pad", "reshape", "rev", "select_n", "slice", "split"),
-    *("squeeze", "stop_gradient", "transpose"),
-}
-
-
-class Model(NamedTuple):
-    """The user's model, whatever it is written in."""
-
-    params: Any
-    state: Any  # what loss_fn changes, or None
-    key: Any
-    big_gradient: Callable[..., tuple[Any, Any]]  # (params, state, batch, *key) -> gradient, state
-    micro_gradient: Callable[..., tuple[Any, Any]]
-
-    def keys(self, draw: int) -> list[jax.Array]:
-        """The last argument of a loss that takes a key."""
-        return [] if self.key is None else [jax.random.fold_in(self.key, draw)]
-
-
-def model_of(loss_fn, micro_loss_fn, params, model_state, has_aux, rng) -> Model:
-    nnx = sys.modules.get("flax.nnx")  # where it is not imported, nothing is its module
-    if nnx is not None and isinstance(params, nnx.Module):
-        if model_state is not None:
-            raise ValueError("model_state must be None for an nnx.Module, which holds its own.")
-        params, model_state, pure = _of_module(nnx, params, has_aux)
-    else:
-        pure = functools.partial(_of_function, model_state is not None, has_aux)
-    gradient = lambda loss_fn: jax.jit(jax.grad(pure(loss_fn), has_aux=True))
-    return Model(params, model_state, rng, gradient(loss_fn), gradient(micro_loss_fn))
-
-
-def _of_module(nnx, module, has_aux):
-    """Params, other state, and what makes a pure function of a loss of the module."""
-    kinds = (nnx.Param, nnx.Intermediate, ...)
-    graph, params, sown, state = nnx.split(module, *kinds)
-
-    def pure(loss_fn):
-        def loss_and_state(params, state, batch, *key):
-            module = nnx.merge(graph, params, sown, state, copy=True)
-            loss = _loss(loss_fn(module, batch, *key), has_aux)
-            return loss, nnx.as_pure(nnx.split(module, *kinds)[3])
-
-        return loss_and_state
-
-    return nnx.as_pure(params), nnx.as_pure(state), pure
-
-
-def _of_function(has_state, has_aux, loss_fn):
-    def loss_and_state(params, state, batch, *key):
-        if not has_state:
-            return _loss(loss_fn(params, batch, *key), has_aux), None
-        loss, new_state = loss_fn(params, state, batch, *key)
-        new_state = new_state[0] if has_aux else new_state
-        if jax.tree.structure(new_state) != jax.tree.structure(state):
-            raise ValueError(
-                "loss_fn must return the tree of model_state, got"
-                f" {jax.tree.structure(new_state)} for {jax.tree.structure(state)}."
-            )
-        return loss, new_state
-
-    return loss_and_state
-
-
-def _loss(result, has_aux):
-    if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
-        raise ValueError(f"loss_fn must return (loss, aux) with has_aux=True, got {result!r}.")
-    return result[0] if has_aux else result
-
-
-def take(batch, index):
-    return jax.tree.map(lambda x: x[index], batch)
 
 
 class Comparison(NamedTuple):
@@ -99,7 +24,8 @@ class Comparison(NamedTuple):
     micro: list[list[np.ndarray]]  # of the micro-batches that count
     micro_trees: list[Any]  # the same as they were
     jitter: list[float]  # how far big moves with the last digit of the parameters
-    draws: list[tuple[list[np.ndarray], list[np.ndarray]]]  # (big, window); [] where not random
+    draws: list[Any]  # (big, window) of each, thinned; [] where the loss is not random
+    size: int  # examples in the batch
     eps: float  # of the narrowest dtype that is computed with
     one_key: bool  # random, and the same in each draw
     statistics: list[str]  # state that loss_fn changes
@@ -107,8 +33,10 @@ class Comparison(NamedTuple):
     def tolerances(self) -> list[float]:
         """What each parameter's gradient may differ by, in the norm, from rounding."""
         scales = self.scales()
+        # Sums are in float32 at least; examples that cancel leave their rounding behind.
+        sums = min(self.eps, float(np.finfo(np.float32).eps)) * self.size**0.5
         return [
-            self.eps * (3 * scale + norm(scales)) + 6 * jitter
+            (3 * self.eps + sums) * scale + self.eps * norm(scales) + 6 * jitter
             for scale, jitter in zip(scales, self.jitter, strict=True)
         ]
 
@@ -130,12 +58,12 @@ class Comparison(NamedTuple):
     def faults(self) -> list[str]:
         """A line for each parameter that differs, the worst first."""
         lines = []
-        for name, residual, scale, jitter in zip(
-            self.names, self.residuals(), self.scales(), self.jitter, strict=True
+        for name, residual, scale, tolerance in zip(
+            self.names, self.residuals(), self.scales(), self.tolerances(), strict=True
         ):
             if residual:
                 line = f"  {name}: by {residual / scale:.1e} of its gradient"
-                lines.append((residual / scale, f"{line} (rounding: {jitter / scale:.0e})"))
+                lines.append((residual / scale, f"{line} (rounding: < {tolerance / scale:.0e})"))
         return [line for _, line in sorted(lines, reverse=True)]
 
     def reason(self, model: Model, batch: Any) -> str:
@@ -149,22 +77,31 @@ class Comparison(NamedTuple):
                 ' loss be a mean over examples, or take normalize="sum" or "ratio".'
             )
         shares = self._shares()
+        if shares is not None and len(shares) > 1 and np.allclose(shares, 1, atol=0.01):
+            return (
+                "a common factor. The big batch's gradient is the sum of the micro-batches', not"
+                " their mean. Let the loss be a mean over examples, or take"
+                ' normalize="sum" or "ratio".'
+            )
         if shares is not None:
+            parts = [f"{share:.3f}" for share in shares / shares.sum()]
             return (
                 "a loss that is not a mean over examples but weighted, over tokens say. Pass the"
                 " weights as weight_fn=, and as weight= to tx.update; what fits here is"
-                f" {', '.join(f'{share:.3f}' for share in shares[:8])} of the whole."
+                f" {', '.join(parts[:8])}{', ...' if len(parts) > 8 else ''} of the whole."
             )
         if self.statistics:
             return (
-                f"batch statistics. loss_fn changes {self.statistics[0]}: such a layer (BatchNorm)"
-                " normalises by its micro-batch. Use GroupNorm or LayerNorm, or freeze its"
-                " statistics within the window."
+                f"batch statistics. loss_fn changes {self.statistics[0]}: a layer with such"
+                " statistics (BatchNorm) normalises by its micro-batch. Use GroupNorm or LayerNorm,"
+                " or freeze them within the window. If it is no such layer's, the loss is not a"
+                " mean over examples."
             )
         if self.one_key:
             return (
                 "one random key for all micro-batches, each of which sees the same dropout mask."
-                " Let loss_fn take a key (pass rng=), and split it in each micro-step."
+                " Let loss_fn take a key (pass rng=), and split it in each micro-step. If nothing"
+                " random differs between examples, the loss is not a mean over them."
             )
         if not self.draws:
             order = np.random.default_rng(0).permutation(len(jax.tree.leaves(batch)[0]))
@@ -194,8 +131,8 @@ class Comparison(NamedTuple):
         misfit = units * (np.concatenate(self.big) / units - micro @ shares)
         parts = np.split(misfit, np.cumsum([leaf.size for leaf in self.big])[:-1])
         fits = all(norm(p) <= 3 * t for p, t in zip(parts, self.tolerances(), strict=True))
-        shares = shares.real / shares.real.sum()
-        return shares if fits and (shares > -1e-3).all() else None
+        shares = shares.real
+        return shares if fits and (shares > -1e-3 * shares.sum()).all() else None
 
 
 def _is_shifted(draws: list[np.ndarray]) -> bool:
@@ -222,24 +159,25 @@ def compare(model, batch, micro_batches, weights, normalize) -> Comparison:
         return result
 
     def draw():
+        """The big batch's gradient and the window's, both from the state as it is now."""
+        nonlocal state
+        before = state
         big = gradient(model.big_gradient, batch)
+        state = before
         micro = [gradient(model.micro_gradient, part) for part in micro_batches]
         window, window_state = big, tx.init(big)
         for g, weight in zip(micro, weights, strict=True):
             extra_args = {} if weight is None else {"weight": weight}
             window, window_state = gather(g, window_state, **extra_args)
-        return big, window, micro
+        return big, window, *micro
 
-    big, window, micro = draw()
+    trees = draw()
+    big, _, *micro = trees
     statistics = changed(_floating(model.state), _floating(state))
-    equations = list(
-        _equations(
-            jax.make_jaxpr(model.big_gradient)(model.params, model.state, batch, *model.keys(0))
-        )
-    )
-    is_random = any(equation.primitive.name in _RANDOM for equation in equations)
-    one_key = is_random and _equal(big, gradient(model.big_gradient, batch))
-    eps = _eps(equations)
+    traced = jax.make_jaxpr(model.big_gradient)(model.params, model.state, batch, *model.keys(0))
+    flat = list(equations(traced))
+    one_key = is_random(flat) and _equal(big, gradient(model.big_gradient, batch))
+    eps = eps_of(flat)
     jittered = [
         model.big_gradient(_jitter(model.params, eps, seed), model.state, batch, *model.keys(0))[0]
         for seed in range(2)
@@ -248,25 +186,28 @@ def compare(model, batch, micro_batches, weights, normalize) -> Comparison:
         max(norm(b - j) for j in others)
         for b, *others in zip(vectors(big), *map(vectors, jittered), strict=True)
     ]
-    counts = [w is None or bool(w > 0) for w in weights]
-    draws, seen = [], [list(map(vectors, (big, window, *micro)))]
-    if is_random and not one_key:
+    total, draws = list(map(vectors, trees)), []
+    if is_random(flat) and not one_key:
+        draws.append(_thinned(total[:2]))
         for _ in range(1, _DRAWS):
-            again = draw()
-            seen.append(list(map(vectors, (*again[:2], *again[2]))))
-        draws = [(v[0], v[1]) for v in seen]
-    mean_big, mean_window, *mean_micro = [
-        [np.mean(leaf, axis=0) for leaf in zip(*trees, strict=True)]
-        for trees in zip(*seen, strict=True)
-    ]
+            each = list(map(vectors, draw()))
+            draws.append(_thinned(each[:2]))
+            total = [
+                [t + e for t, e in zip(*pair, strict=True)]
+                for pair in zip(total, each, strict=True)
+            ]
+        total = [[leaf / _DRAWS for leaf in leaves] for leaves in total]
+    is_counted = [w is None or bool(w > 0) for w in weights]
+    counted = lambda items: [item for item, c in zip(items, is_counted, strict=True) if c]
     comparison = Comparison(
         names=[keystr(path) for path, _ in tree_flatten_with_path(big)[0]],
-        big=mean_big,
-        window=mean_window,
-        micro=[m for m, is_counted in zip(mean_micro, counts, strict=True) if is_counted],
-        micro_trees=[m for m, is_counted in zip(micro, counts, strict=True) if is_counted],
+        big=total[0],
+        window=total[1],
+        micro=counted(total[2:]),
+        micro_trees=counted(micro),
         jitter=jitter,
         draws=draws,
+        size=len(jax.tree.leaves(batch)[0]),
         eps=eps,
         one_key=one_key,
         statistics=statistics,
@@ -283,40 +224,13 @@ def compare(model, batch, micro_batches, weights, normalize) -> Comparison:
     return comparison
 
 
-def _equations(jaxpr):
-    """The equations of a jaxpr and of those inside it, without what only calls others."""
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        inside = [
-            value
-            for parameter in equation.params.values()
-            for value in (parameter if isinstance(parameter, tuple | list) else [parameter])
-            if hasattr(value, "eqns") or hasattr(value, "jaxpr")
-        ]
-        for value in inside:
-            yield from _equations(value)
-        if not inside:
-            yield equation
-
-
-def _eps(equations) -> float:
-    """Relative rounding of the narrowest dtype that is computed with, or rounded to."""
-    eps = lambda variable: float(jnp.finfo(variable.aval.dtype).eps)
-    seen = [0.0]
-    for equation in equations:
-        # Images that come in float16 and are cast to float32 lose nothing.
-        moves = equation.primitive.name in _MOVES
-        kept = max(map(eps, filter(_is_inexact, equation.invars)), default=None) if moves else 0.0
-        rounded = map(eps, filter(_is_inexact, equation.outvars))
-        seen += [e for e in rounded if kept is not None and e > kept]
-    return max(seen)
-
-
-def _is_inexact(variable) -> bool:
-    return jnp.issubdtype(getattr(variable.aval, "dtype", bool), jnp.inexact)
+def _thinned(trees):
+    """A few thousand numbers of each leaf, enough to tell chance from a shift."""
+    return [[leaf[:: -(-leaf.size // 4096) or 1] for leaf in leaves] for leaves in trees]
 
 
 def _jitter(params, eps, seed):
-    """The parameters, each off by one unit in the last digit of its leaf's largest."""
+    """The parameters, each off by one unit in the last digit of its leaf's root mean square."""
     rng = np.random.default_rng(seed)
 
     def off(p):

@@ -232,27 +232,30 @@ def check_not_passed(function: str, extra_args: dict[str, Any], names: Iterable[
             )
 
 
-def check_statistics(means: jax.Array, variances: jax.Array, counts: jax.Array) -> None:
+def check_statistics(means: jax.Array, variances: jax.Array, counts: Any) -> None:
     """Require stacked statistics and a count for each."""
     for name, x in (("means", means), ("variances", variances)):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{name} must be floating, got dtype {x.dtype}.")
-    if not _is_real(counts.dtype):
-        raise ValueError(f"counts must be real, got dtype {counts.dtype}.")
+    counts_dtype = jnp.result_type(*jax.tree.leaves(counts), jnp.int8)
+    if not _is_real(counts_dtype):
+        raise ValueError(f"counts must be real, got dtype {counts_dtype}.")
+    counts_shape = (len(counts),) if isinstance(counts, list | tuple) else jnp.shape(counts)
     is_stacked = means.ndim and len(means) and means.shape == variances.shape
-    if not is_stacked or counts.shape != means.shape[:1]:
+    if not is_stacked or counts_shape != means.shape[:1]:
         raise ValueError(
             "means and variances must have one shape (k, ...) and counts the shape (k,), k >= 1;"
-            f" got {means.shape}, {variances.shape} and {counts.shape}."
+            f" got {means.shape}, {variances.shape} and {counts_shape}."
         )
 
 
 def check_collections(collections: Any) -> None:
     """Require a sequence of trees of one structure and of one shape for each leaf."""
-    if not isinstance(collections, tuple | list) or not collections:
+    is_sequence = isinstance(collections, tuple | list)
+    if not is_sequence or not collections:
         raise ValueError(
             "collections must be a list or tuple of one collection for each micro-batch, got"
-            f" {'an empty one' if collections == [] else type(collections).__name__}."
+            f" {'an empty one' if is_sequence else type(collections).__name__}."
         )
     shapes = [
         {keystr(path): jnp.shape(leaf) for path, leaf in tree_flatten_with_path(collection)[0]}

@@ -73,6 +73,8 @@ def test_pooled_statistics_move_at_boundaries_alone_and_are_those_of_evaluation(
 def test_frozen_statistics_stay_and_make_the_window_exact():
     trainer = train(new_trainer("batch-frozen", SMALL))
     before = jax.tree.map(np.array, (trainer.params, trainer.rest))
+    part = slice(0, 8)
+    trainer.compile(IMAGES.train_images[part], IMAGES.train_labels[part])  # as it was, unfrozen
     train(example.freeze(trainer))
     assert jax.tree.all(jax.tree.map(np.array_equal, trainer.rest, before[1]))
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), trainer.params, before[0])
@@ -176,7 +178,8 @@ def test_one_cell_again_gives_the_figure_that_was_kept(command, first_run):
     printed = run("--again", "group/8/0")
     kept = {str(example.cell_of(row)): row["test_error"] for row in json.loads(before)}["group/8/0"]
     assert f"group/8/0 on Fashion-MNIST sample: {kept}\n" in printed
-    assert f"json: {kept}\n" in printed
+    assert f"json has: {kept}\n" in printed
+    assert "no such cell" in run("--again", "layer/64/7")
     assert (out / "batchnorm_vs_groupnorm.json").read_text() == before
 
 
@@ -188,6 +191,7 @@ def test_one_cell_again_gives_the_figure_that_was_kept(command, first_run):
         (["--cells", "batch/3/0"], "--cells: .*physical batch of 64, 32.*got 'batch/3/0'"),
         (["--cells", "batch/8/-1"], "--cells: .*got 'batch/8/-1'"),
         (["--train-size", "63"], "--train-size: must be at least 64, got 63"),
+        (["--epochs", "1"], "--epochs: must be more than 1, the warm-up of batch-frozen, got 1"),
         (["--seeds", "0"], "--seeds: .*at least 1, got '0'"),
     ],
     ids=" ".join,

@@ -62,7 +62,7 @@ def test_the_table_of_norms_is_that_of_the_committed_results():
     errors, differences = batchnorm_vs_groupnorm.table(rows).split("\n\n")
     assert errors in README
     assert differences in README
-    mean = batchnorm_vs_groupnorm.statistics(rows)
+    mean = batchnorm_vs_groupnorm.mean_errors(rows)
     assert max(mean["batch", 64][0], mean["group", 64][0]) < 45  # or they learned too little
 
 

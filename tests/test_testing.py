@@ -78,6 +78,13 @@ def test_narrow_arithmetic_under_wide_parameters_is_rounding():
     assert_window_equivalence(loss, WEIGHTS, (X, Y), 4)
 
 
+def test_many_examples_that_cancel_at_zero_weights_are_rounding():
+    x = np.repeat(RNG.normal(size=(2048, 8)), 2, axis=0).astype(np.float32)
+    y = np.tile([1.0, -1.0], 2048).astype(np.float32) + 1e-3
+    loss = lambda params, batch: ((batch[0] @ params - batch[1]) ** 2).mean()
+    assert_window_equivalence(loss, jnp.zeros(8), (x, y), 7)
+
+
 def test_a_gradient_that_is_rounding_alone_is_no_fault():
     def loss(params, batch):  # a bias before a centering has no gradient
         x, y = batch
@@ -256,6 +263,7 @@ def running_loss(params, state, batch):
 def test_statistics_that_move_within_the_window_are_found():
     state = {"mean": jnp.zeros(8), "var": jnp.ones(8)}
     assert "batch statistics" in fault(running_loss, WEIGHTS, (X, Y), 4, model_state=state)
+    assert_window_equivalence(running_loss, WEIGHTS, (X, Y), 1, model_state=state)
 
 
 class Extras(nnx.Module):
@@ -303,6 +311,15 @@ def test_one_dropout_key_for_all_micro_batches_is_found(key):
 @pytest.mark.parametrize("key", [jax.random.key(1), jax.random.PRNGKey(1)], ids=["key", "raw"])
 def test_a_key_for_each_micro_batch_passes(key):
     assert_window_equivalence(dropout_loss, WEIGHTS, (X, Y), 4, rng=key)
+
+
+def test_noise_of_every_distribution_is_noise():
+    def loss(params, batch, key):
+        return mean_loss(
+            params, (batch[0] * jax.random.beta(key, 2.0, 2.0, batch[0].shape), batch[1])
+        )
+
+    assert_window_equivalence(loss, WEIGHTS, (X, Y), 4, rng=jax.random.key(0))
 
 
 def test_a_loss_that_never_uses_its_key_is_not_random():
@@ -434,19 +451,14 @@ def test_a_penalty_of_the_parameters_is_no_fault():
 # Common factors.
 
 
-@pytest.mark.parametrize(
-    ("loss", "factor"),
-    [
-        (lambda params, batch: losses(params, batch).sum(), "4 times"),
-        (lambda params, batch: losses(params, batch).sum() / 24, "4 times"),
-    ],
-    ids=["never normalised", "divided by the big batch"],
-)
-def test_a_sum_is_found_by_its_common_factor(loss, factor):
-    message = fault(loss, WEIGHTS, (X, Y), 4)
+@pytest.mark.parametrize("k", [4, 5])
+@pytest.mark.parametrize("divisor", [1, 24], ids=["never normalised", "divided by the big batch"])
+def test_a_sum_is_found_by_its_common_factor(k, divisor):
+    loss = lambda params, batch: losses(params, batch).sum() / divisor
+    message = fault(loss, WEIGHTS, (X, Y), k)
     assert "a common factor" in message
-    assert factor in message
-    assert_window_equivalence(loss, WEIGHTS, (X, Y), 4, normalize="sum")
+    assert ("4 times" if k == 4 else "the sum of the micro-batches'") in message
+    assert_window_equivalence(loss, WEIGHTS, (X, Y), k, normalize="sum")
 
 
 def test_a_loss_that_is_divided_by_k_is_found_beside_that_of_the_big_batch():
@@ -478,6 +490,7 @@ def test_a_loss_that_is_divided_by_k_is_found_beside_that_of_the_big_batch():
         ),
         chain(optax.add_decayed_weights(1e-2), accumulate(4), optax.sgd(0.1)),
         accumulate(4, optax.sgd(optax.linear_schedule(0.0, 1.0, 100))),
+        accumulate(4, optax.adam(1e-3), optax.contrib.reduce_on_plateau()),
         accumulate(
             4,
             optax.adam(1e-3),
@@ -489,6 +502,11 @@ def test_a_loss_that_is_divided_by_k_is_found_beside_that_of_the_big_batch():
 )
 def test_an_optimizer_with_all_behind_the_gate_passes(tx):
     assert_window_equivalence(mean_loss, WEIGHTS, (X, Y), 4, tx=tx)
+
+
+normalised_gradient = optax.stateless(
+    lambda updates, params: jax.tree.map(lambda g: g / jnp.linalg.norm(g), updates)
+)
 
 
 def top_three(updates, params):
@@ -530,6 +548,7 @@ def top_three(updates, params):
             optax.MultiSteps(optax.adam(1e-3), 4).gradient_transformation(),
             "must hold an accumulator",
         ),
+        (optax.chain(normalised_gradient, accumulate(4)), "clipped or"),
         (
             accumulate(4, optax.MultiSteps(optax.sgd(0.1), 4).gradient_transformation()),
             "no optax.MultiSteps",
@@ -566,13 +585,14 @@ def test_has_aux_and_model_state_return_as_in_the_train_step():
         ((0 * X, Y), 4, {"params": {"w": WEIGHTS["w"]}}, "nothing to compare"),
         ((1e-37 * X, Y), 4, {"params": {"w": WEIGHTS["w"]}}, "underflow"),
         ((X, Y), 4, {"params": {"b": 1, "w": WEIGHTS["w"]}}, r"params\['b'\] has dtype int32"),
-        ((X, Y), 4, {"tx": "adam"}, "tx must be optax gradient transformations.*got 'adam'"),
-        ((X, Y), 4, {"has_aux": True}, r"must return \(loss, aux\)"),
+        ((X, Y), 4, {"tx": "adam"}, "tx must be an optax gradient transformation, got 'adam'"),
+        ((X, Y), 4, {"has_aux": True}, r"must return a pair \(\.\.\., aux\)"),
         ((X * np.nan, Y), 4, {}, r"finite to be compared; that of \['b'\]"),
     ],
 )
 def test_a_wrong_argument_is_named(batch, k, kwargs, message):
-    params = kwargs.pop("params", WEIGHTS)
+    params = kwargs.get("params", WEIGHTS)
+    kwargs = {name: value for name, value in kwargs.items() if name != "params"}
     loss = mean_loss if "b" in params else lambda p, batch: (batch[0] @ p["w"]).mean()
     with pytest.raises(ValueError, match=message):
         assert_window_equivalence(loss, params, batch, k, **kwargs)
