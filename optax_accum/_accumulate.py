@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from optax_accum import _validation
+from optax_accum._axis import AxisName, check_local, check_shared
 from optax_accum._followers import check_followers
 from optax_accum._gate import emit_or_hold, gate
 from optax_accum._window import (
@@ -38,6 +40,12 @@ class AccumulateState(NamedTuple):
     inner_state: optax.OptState
 
 
+def map_own(fn: Callable[[jax.Array], jax.Array], state: AccumulateState) -> AccumulateState:
+    """Apply `fn` to what each device gathers by itself, where there is an `axis_name`."""
+    own = ("num_skipped", "window_weight", "window_sum", "extras")
+    return state._replace(**{name: jax.tree.map(fn, getattr(state, name)) for name in own})
+
+
 class _Accumulator(NamedTuple):
     """What `flush`, `chain` and an outer accumulator do with one; hung on its `update`."""
 
@@ -45,6 +53,7 @@ class _Accumulator(NamedTuple):
     followed_by: Callable[..., optax.GradientTransformationExtraArgs]  # with more behind its gate
     averaged: frozenset[str]  # extra args that it averages
     normalize: str
+    axis_name: AxisName | None
 
 
 def accumulator_in(tx: optax.GradientTransformation) -> _Accumulator | None:
@@ -66,6 +75,7 @@ def accumulate(
     emit_dtype: jax.typing.DTypeLike | None = None,
     should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
     average_extra_args: Sequence[str] = (),
+    axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Gather gradients over a window of micro-steps and run `inner` once, on their mean.
 
@@ -103,6 +113,14 @@ def accumulate(
         instead of the last value, weighted as the gradients are (under `"ratio"` Σ vᵢ / Σ wᵢ):
         `value=` for `optax.contrib.reduce_on_plateau`, say. Of nested accumulators the innermost
         names them, and all average them.
+      axis_name: Mapped axis of `jax.shard_map` or `jax.pmap`, or a tuple of them, over whose
+        devices a window reaches. Each device gathers its own S and W, with a leading axis of 1
+        (`state_specs` gives the PartitionSpecs); the boundary adds them up in one reduction, in
+        the dtype of S, and no other micro-step crosses devices. In `shard_map` differentiate with
+        respect to `varying(params, axis_name)`: the gradient with respect to parameters that all
+        devices share has been summed over them already, and would count N-fold. That is an error
+        here; under `pmap` and with `check_vma=False` it cannot be seen, and does not happen
+        unless you reduce the gradients yourself.
 
     Returns:
       A `GradientTransformationExtraArgs` with an `AccumulateState`. A window whose weights are all
@@ -146,6 +164,7 @@ def accumulate(
     averaged = frozenset(average_extra_args)
     if inside is not None:
         _validation.check_averaged_inside(averaged, inside.averaged)
+        _validation.check_outermost_axis(inside.axis_name)
         averaged = inside.averaged
     sum_dtype = functools.partial(sum_dtype_of, accumulator_dtype=accumulator_dtype)
 
@@ -157,7 +176,7 @@ def accumulate(
         sum_dtypes = [real(sum_dtype(p)) for p in jax.tree.leaves(params)]
         weight_dtype = functools.reduce(jnp.promote_types, sum_dtypes, jnp.float32)
         averages = {name: jnp.zeros([], weight_dtype) for name in sorted(averaged)}
-        return AccumulateState(
+        state = AccumulateState(
             micro_step=jnp.zeros([], jnp.int32),
             gradient_step=jnp.zeros([], jnp.int32),
             emitted=jnp.zeros([], jnp.bool_),
@@ -170,6 +189,7 @@ def accumulate(
             # A weakly typed leaf would turn strong in the first update, and cost a second trace.
             inner_state=jax.tree.map(strongly_typed, tx.init(params)),
         )
+        return state if axis_name is None else map_own(lambda x: x[None], state)
 
     def update_fn(gradients, state, params=None, *, weight=None, flush=False, **extra_args):
         return step(gradients, state, params, extra_args, weight, flush)
@@ -180,15 +200,15 @@ def accumulate(
         averages = state.extras.get("averages", {})
         _validation.check_averages(averages, averaged)
         accepted, scale = False, 1
+        # Selected, not multiplied, since 0 * NaN is NaN; and before the product too, since the
+        # derivative of an unselected NaN is NaN.
+        select = lambda new, old: new if accepted is True else jnp.where(accepted, new, old)
         if is_micro_step:
             w, scale, value_scale = weights(weight, normalize, window_weight.dtype)
             accepted = weight is None or (w > 0) & (w < jnp.inf)
             if should_skip_update_fn is not None:
                 skip = should_skip_update_fn(gradients, state.gradient_step, params)
                 accepted &= ~_validation.skip_decision(skip)
-            # Selected, not multiplied, since 0 * NaN is NaN; and before the product too, since
-            # the derivative of an unselected NaN is NaN.
-            select = lambda new, old: new if accepted is True else jnp.where(accepted, new, old)
             factor = lambda scale: scale if isinstance(scale, int) else select(scale, 1)
             add = lambda s, x, scale: select(s + times(select(x, 0), factor(scale), s.dtype), s)
             averages = {
@@ -200,6 +220,8 @@ def accumulate(
                 total = jax.tree.map(lambda s, g: add(s, g, scale), total, gradients)
         if not _is_buffered(state, gradients):
             total = jax.tree.map(lambda g: times(g, scale, sum_dtype(g)), gradients)
+            if axis_name is not None:  # the other devices' sums go on
+                total = jax.tree.map(lambda s: select(s, 0), total)
         return total, window_weight, averages, accepted
 
     def step(gradients, state, params, extra_args, weight=None, flush=False, is_micro_step=True):
@@ -207,6 +229,11 @@ def accumulate(
         if not always_closes or should_skip_update_fn is not None:
             check_followers()
         _validation.check_state(state, AccumulateState)
+        if axis_name is not None:
+            if is_micro_step:
+                check_local("gradients", gradients, axis_name)
+            check_shared("flush", flush, axis_name)
+            state = map_own(_validation.of_one_device, state)
         buffered = _is_buffered(state, gradients)
         if buffered:
             name = "gradients" if is_micro_step else "params"
@@ -230,30 +257,29 @@ def accumulate(
         # Does the window close, and with what? Without a buffer both may be known at trace time.
         closes = flush if buffered else True
         if buffered and is_micro_step:
-            k = every_k
+            k: Any = every_k
             if callable(every_k):
                 k = _validation.scheduled_k(every_k(state.gradient_step))
             closes |= state.micro_step + 1 >= k
-        filled = window_weight > 0 if buffered else accepted
-        updated = closes & filled
         # An accumulator inside has a window of its own to flush, even when this one is empty.
         flushes_inside = False if inside is None else flush
-        runs = closes & (filled | flushes_inside)
-
-        # The reciprocal, since XLA keeps the result of a division in a buffer of its own.
-        per_weight = 1 / jnp.where(filled, window_weight, 1)
-        factor = jnp.ones_like(per_weight) if normalize == "sum" else per_weight
-        means = {name: value * per_weight for name, value in averages.items()}
-        if not buffered and weight is None:  # a window of one: even a subnormal stays what it is
-            factor, means = 1, {}
-        args = {**extra_args, **means}
         # An accumulator inside takes the mean unrounded, and the gradients' dtypes with it.
         like = weight.like if isinstance(weight, HandedOn) else gradients
         emitted_dtype = lambda s, g: dtype_like(
             emit_dtype or real(jnp.result_type(g if inside is None else s)), g
         )
+        # A window of one: even a subnormal stays what it is.
+        is_alone = not buffered and weight is None and axis_name is None
 
-        def emit(total, inner_state):
+        def emit(window_weight, averages, filled, total, inner_state):
+            """Run `inner` on a whole window."""
+            # The reciprocal, since XLA keeps the result of a division in a buffer of its own.
+            per_weight = 1 / jnp.where(filled, window_weight, 1)
+            factor = jnp.ones_like(per_weight) if normalize == "sum" else per_weight
+            means = {name: value * per_weight for name, value in averages.items()}
+            if is_alone:
+                factor, means = 1, {}
+            args = {**extra_args, **means}
             mean = jax.tree.map(lambda s, g: times(s, factor, emitted_dtype(s, g)), total, like)
             if inside is None:
                 updates, new_state = tx.update(mean, inner_state, params, **args)
@@ -274,13 +300,42 @@ def accumulate(
                 )
             return updates, in_dtypes_of(inner_state, new_state)
 
-        updates, total, inner_state = emit_or_hold(runs, emit, total, state.inner_state, buffered)
+        def reduce_and_emit(total, carry):
+            """The same across devices, which alone know together if they gathered anything."""
+            inner_state, _ = carry
+            total, window_weight_, averages_ = lax.psum((total, window_weight, averages), axis_name)
+            filled = window_weight_ > 0
+            updates, _, inner_state = emit_or_hold(
+                filled | flushes_inside,
+                functools.partial(emit, window_weight_, averages_, filled),
+                total,
+                inner_state,
+                buffered=False,
+            )
+            return updates, (inner_state, filled)
+
+        if axis_name is None:
+            filled = window_weight > 0 if buffered else accepted
+            updated = closes & filled
+            runs = closes & (filled | flushes_inside)
+            updates, total, inner_state = emit_or_hold(
+                runs,
+                functools.partial(emit, window_weight, averages, filled),
+                total,
+                state.inner_state,
+                buffered,
+            )
+        else:
+            updates, total, (inner_state, updated) = emit_or_hold(
+                closes, reduce_and_emit, total, (state.inner_state, jnp.zeros([], bool)), buffered
+            )
+            runs = closes & (updated | flushes_inside)
         emitted = updated
         if flushes_inside is not False:
             emitted |= runs & has_updated(inner_state)
         # The sum needs no reopening: where no inner ran, a window that closes holds zeros.
         reopen = lambda x: jnp.where(closes, jnp.zeros_like(x), x)
-        return updates, AccumulateState(
+        new_state = AccumulateState(
             micro_step=reopen(state.micro_step + is_micro_step),
             gradient_step=count(state.gradient_step, updated),
             emitted=jnp.asarray(emitted),
@@ -290,6 +345,7 @@ def accumulate(
             extras={"averages": jax.tree.map(reopen, averages)} if averages else {},
             inner_state=inner_state,
         )
+        return updates, new_state if axis_name is None else map_own(lambda x: x[None], new_state)
 
     def followed_by(*transforms):
         return accumulate(
@@ -301,9 +357,12 @@ def accumulate(
             emit_dtype=emit_dtype,
             should_skip_update_fn=should_skip_update_fn,
             average_extra_args=average_extra_args,
+            axis_name=axis_name,
         )
 
-    return _transformation(init_fn, update_fn, _Accumulator(step, followed_by, averaged, normalize))
+    return _transformation(
+        init_fn, update_fn, _Accumulator(step, followed_by, averaged, normalize, axis_name)
+    )
 
 
 def chain(*transforms: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

@@ -10,6 +10,8 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
+from optax_accum._axis import varies
+
 
 def gate(predicate: Any, emit: Callable, hold: Callable, *operands: Any) -> Any:
     """`lax.cond`, or the branch itself where the predicate is known already."""
@@ -39,7 +41,8 @@ def emit_or_hold(
     """
     shapes = lambda total, inner_state: jax.eval_shape(emit, total, inner_state)[0]
 
-    if buffered and isinstance(predicate, Tracer):
+    # An update is the same on all devices, and may not share a buffer with what differs.
+    if buffered and isinstance(predicate, Tracer) and not varies(total):
         like = shapes(total, inner_state)
         if _fits(like, total):
 

@@ -115,6 +115,27 @@ def check_averaged_inside(names: frozenset[str], inside: frozenset[str]) -> None
         )
 
 
+def check_outermost_axis(inside: Any) -> None:
+    """Require that of nested accumulators only the outermost crosses devices."""
+    if inside is not None:
+        raise ValueError(
+            "axis_name belongs to the outermost of nested accumulators, whose boundaries do not"
+            f" depend on what a device gathered; got axis_name={inside!r} inside another."
+        )
+
+
+def of_one_device(x: Any) -> jax.Array:
+    """A device's own part of what all devices hold, stacked."""
+    if not x.ndim or len(x) != 1:
+        raise ValueError(
+            "opt_state must hold one window for each device, with a leading axis of 1 on each"
+            " (give shard_map state_specs(opt_state, axis_name)); got the shape"
+            f" {x.shape} on one device. Carry a state over from another number of devices with"
+            " optax_accum.reshard_window(opt_state, num_devices)."
+        )
+    return x[0]
+
+
 def skip_decision(result: Any) -> jax.Array:
     """The bool scalar of optax's `should_skip_update_fn` protocol, whose info is dropped."""
     if not isinstance(result, tuple | list) or len(result) != 2:

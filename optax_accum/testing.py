@@ -1,4 +1,4 @@
-"""Is a window equivalent to the big batch, for this model and this optimizer?"""
+"""Assertions on the user's own: is the window the big batch, and what crosses devices?"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +8,11 @@ import numpy as np
 import optax
 
 from optax_accum import _validation
+from optax_accum._collectives import (
+    CollectiveCount as CollectiveCount,
+    Collectives as Collectives,
+    collectives as collectives,
+)
 from optax_accum._equivalence import compare
 from optax_accum._gate_check import check_gate
 from optax_accum._model import model_of, take
