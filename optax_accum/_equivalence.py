@@ -234,8 +234,9 @@ def _jitter(params, eps, seed):
     rng = np.random.default_rng(seed)
 
     def off(p):
-        signs = rng.choice([-1.0, 1.0], p.shape)
-        return p + jnp.asarray(signs * eps, p.dtype) * jnp.sqrt(jnp.mean(jnp.abs(p) ** 2))
+        (wide,) = vectors(p)
+        step = eps * rng.choice([-1.0, 1.0], wide.shape) * np.sqrt(np.mean(np.abs(wide) ** 2))
+        return jnp.asarray((wide + step).reshape(p.shape), p.dtype)
 
     return jax.tree.map(off, params)
 

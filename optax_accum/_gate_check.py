@@ -37,7 +37,8 @@ def check_gate(tx, params, gradients, num_microbatches, normalize) -> None:
             f"tx has normalize={accumulator.normalize!r}, and the window was compared with"
             f" {normalize!r}."
         )
-    first, *others = sorted(gradients, key=optax.tree.norm, reverse=True)
+    size = lambda gradient: norm(np.concatenate(vectors(gradient)))
+    first, *others = sorted(gradients, key=size, reverse=True)
     _, after = update(first, start)
     moved = changed(_split_state(start)[1], _split_state(after)[1])
     if moved:

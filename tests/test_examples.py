@@ -26,7 +26,7 @@ from tensorboardX.proto import event_pb2
 
 import cifar_flax
 import image_data
-from cifar_flax import Arm, Trainer
+from training import Arm, epoch_order, first_update_max_diff
 
 SAMPLE_NAME = "Fashion-MNIST sample"
 
@@ -473,6 +473,11 @@ def synthetic_images(size, seed=0):
     return image_data.Images("synthetic", images, labels, images, labels)
 
 
+def new_trainer(images, norm, arm, tx, **kwargs):
+    args = cifar_flax.parse_args(["--norm", norm])
+    return cifar_flax.new_trainer(arm, tx, images, args, **kwargs)
+
+
 def max_difference(a, b):
     differences = jax.tree.map(lambda x, y: jnp.abs(x - y).max(), a, b)
     return float(jnp.stack(jax.tree.leaves(differences)).max())
@@ -482,11 +487,9 @@ def test_an_uneven_last_batch_is_weighted_by_its_size_and_the_short_window_flush
     # 200 = 12 x 16 + 8, so windows of five micro-batches see 80, 80 and 16 + 16 + 8 images.
     images, rate = synthetic_images(200), 0.1
     pixels, labels = images.train_images, images.train_labels
-    order = cifar_flax.epoch_order(200, seed=0, epoch=0)
+    order = epoch_order(200, seed=0, epoch=0)
     with jax.enable_x64(True):
-        trainer = Trainer(
-            images, Arm(16, 5), optax.sgd(rate), norm="none", seed=0, dtype=jnp.float64
-        )
+        trainer = new_trainer(images, "none", Arm(16, 5), optax.sgd(rate), dtype=jnp.float64)
 
         def mean_loss(params, pixels, labels):
             logits = nnx.merge(trainer.graph, params, trainer.rest)(pixels)
@@ -512,9 +515,7 @@ def test_after_100_adam_updates_in_float64_16x4_and_64x1_are_equal():
     images, updates, ends = synthetic_images(256), 100, []
     with jax.enable_x64(True):
         for arm in (Arm(16, 4), Arm(64, 1)):
-            trainer = Trainer(
-                images, arm, optax.adam(1e-3), norm="group", seed=0, dtype=jnp.float64
-            )
+            trainer = new_trainer(images, "group", arm, optax.adam(1e-3), dtype=jnp.float64)
             start = jax.tree.map(np.array, trainer.params)
             for step in range(updates):
                 order = np.random.default_rng(step).permutation(256)[:64]
@@ -529,11 +530,11 @@ def test_after_100_adam_updates_in_float64_16x4_and_64x1_are_equal():
 @pytest.mark.parametrize("norm", cifar_flax.NORMS)
 def test_every_norm_trains_and_only_batch_norm_sees_the_micro_batch(norm):
     images = image_data.load("sample").head(64, 32)
-    args = cifar_flax.parse_args(["--norm", norm])
-    difference = cifar_flax.first_update_max_diff(images, Arm(16, 4), args)
+    new = functools.partial(new_trainer, images, norm)
+    difference = first_update_max_diff(new, Arm(16, 4), images, np.arange(64))
     assert difference > 1e-4 if norm == "batch" else difference < 1e-5
 
-    trainer = Trainer(images, Arm(16, 4), optax.sgd(1.0), norm=norm, seed=0)
+    trainer = new(Arm(16, 4), optax.sgd(1.0))
     start = jax.tree.map(np.array, (trainer.params, trainer.rest))
     for part in np.split(np.arange(64), 4):
         loss = trainer.micro_step(images.train_images[part], images.train_labels[part])
