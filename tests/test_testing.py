@@ -52,7 +52,7 @@ def fault(*args, **kwargs):
 # No fault.
 
 
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(st.integers(1, 24), st.integers(0, 2**32), st.sampled_from([1e-4, 1.0, 1e4]))
 def test_a_mean_over_examples_passes_at_every_k_and_scale(k, seed, scale):
     params = jax.tree.map(
@@ -62,12 +62,11 @@ def test_a_mean_over_examples_passes_at_every_k_and_scale(k, seed, scale):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float64, jnp.complex64])
-@pytest.mark.parametrize("k", [4, 5])
-def test_every_dtype_passes(dtype, k):
+def test_every_dtype_passes(dtype):
     with jax.enable_x64(dtype == jnp.float64):
         params = jax.tree.map(lambda p: p.astype(dtype), WEIGHTS)
         real = lambda params, batch: mean_loss(jax.tree.map(jnp.real, params), batch)
-        assert_window_equivalence(real, params, (X.astype(params["w"].real.dtype), Y), k)
+        assert_window_equivalence(real, params, (X.astype(params["w"].real.dtype), Y), 5)
 
 
 def test_narrow_arithmetic_under_wide_parameters_is_rounding():
@@ -112,7 +111,7 @@ def test_narrow_arithmetic_on_the_way_back_is_rounding():
     assert_window_equivalence(loss, {**WEIGHTS, "layers": layers}, (X, Y), 7)
 
 
-@pytest.mark.parametrize("gain", [1.2, 1.6, 2.0])
+@pytest.mark.parametrize("gain", [1.2, 2.0])
 def test_a_deep_net_that_amplifies_rounding_is_no_fault(gain):
     rng = np.random.default_rng(1)
     shapes = [(8, 16)] + [(16, 16)] * 19
@@ -149,17 +148,16 @@ def test_a_micro_batch_of_padding_alone_has_weight_0():
     assert "0.000, " in message
 
 
-@pytest.mark.parametrize("norm", ["group", "layer", "none"])
+@pytest.mark.parametrize("norm", ["group", "layer"])
 def test_the_models_of_the_cifar_example_pass(norm):
     images = image_data.load("sample").head(32, 1)
     model = cifar_flax.CNN(images.train_images, norm, jnp.float32, nnx.Rngs(0))
     assert_window_equivalence(nnx_loss, model, images[1:3], 4)
 
 
-@pytest.mark.parametrize("norm", ["group", "layer"])
-def test_the_models_of_the_norm_example_pass(norm):
+def test_the_model_of_the_norm_example_passes():
     images = image_data.load("sample").head(32, 1)
-    model = batchnorm_vs_groupnorm.new_model(norm, 1, seed=0)
+    model = batchnorm_vs_groupnorm.new_model("group", 1, seed=0)
     assert_window_equivalence(nnx_loss, model, images[1:3], 4)
 
 
