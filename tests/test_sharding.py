@@ -394,6 +394,28 @@ def test_under_jit_the_sums_take_the_sharding_of_the_parameters(axis_type, spec)
     assert updates["w"].sharding.is_equivalent_to(sharding, 2)
 
 
+@pytest.mark.parametrize(
+    "tx",
+    [
+        accumulate(8, optax.adam(1e-2)),
+        optax.MultiSteps(optax.adam(1e-2), 8).gradient_transformation(),
+    ],
+    ids=["accumulate", "MultiSteps"],
+)
+def test_under_jit_every_micro_step_reduces_the_gradient(tx):
+    shared, split = NamedSharding(MESH, P()), NamedSharding(MESH, P("data"))
+    params, x = jax.device_put(PARAMS, shared), jax.device_put(X[0], split)
+
+    @functools.partial(jax.jit, out_shardings=(shared, None))
+    def micro_step(params, opt_state, x):
+        updates, opt_state = tx.update(jax.grad(loss_fn)(params, x), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    found = collectives(micro_step.lower(params, jax.jit(tx.init)(params), x).compile())
+    assert found.outside.kinds == {"all-reduce": 1}
+    assert found.outside.bytes == SUM_BYTES
+
+
 # Another number of devices.
 
 
