@@ -134,16 +134,14 @@ class PooledTrainer(Trainer):
 
     def _step(self, params, rest, opt_state, images, labels):
         running, window, count = rest
-        grad_fn = jax.value_and_grad(self._loss, has_aux=True)
-        (loss, own), grads = grad_fn(params, running, images, labels)
-        updates, opt_state = self.tx.update(grads, opt_state, params, weight=len(images))
+        params, own, opt_state, loss = super()._step(params, running, opt_state, images, labels)
         # Of the window so far, and of this micro-batch.
         window = pool_batch_collections([window, own], jnp.stack([count, len(images)]))
         taken_in = optax.incremental_update(window, running, 1 - BN_MOMENTUM)
         closed = has_updated(opt_state)
         running = jax.tree.map(functools.partial(jnp.where, closed), taken_in, running)
         count = jnp.where(closed, 0, count + len(images))
-        return optax.apply_updates(params, updates), (running, window, count), opt_state, loss
+        return params, (running, window, count), opt_state, loss
 
     def _evaluate_batch(self, params, rest, images, labels):
         return super()._evaluate_batch(params, rest[0], images, labels)
@@ -311,15 +309,16 @@ class Results:
 
     def __init__(self, path, args, data):
         self.path = path
-        self.rows = json.loads(path.read_text()) if path.exists() else []
         self.config, self.data = config(args), data
 
+    def rows(self):
+        return json.loads(self.path.read_text()) if self.path.exists() else []
+
     def add(self, row):
-        self.rows = json.loads(self.path.read_text()) if self.path.exists() else []
-        kept = [r for r in self.rows if not (self.is_mine(r) and cell_of(r) == cell_of(row))]
-        self.rows = sorted([*kept, row], key=lambda r: (r["seed"], r["norm"], -r["physical_batch"]))
+        kept = [r for r in self.rows() if not (self.is_mine(r) and cell_of(r) == cell_of(row))]
+        rows = sorted([*kept, row], key=lambda r: (r["seed"], r["norm"], -r["physical_batch"]))
         half_written = self.path.with_suffix(".tmp")
-        half_written.write_text(json.dumps(self.rows, indent=1) + "\n")
+        half_written.write_text(json.dumps(rows, indent=1) + "\n")
         os.replace(half_written, self.path)
 
     def is_mine(self, row):
@@ -327,7 +326,7 @@ class Results:
         return row["config"] == self.config and row["data"] == self.data
 
     def mine(self):
-        return [row for row in self.rows if self.is_mine(row)]
+        return [row for row in self.rows() if self.is_mine(row)]
 
 
 def parse_cell(text):

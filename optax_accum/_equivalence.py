@@ -104,7 +104,7 @@ class Comparison(NamedTuple):
                 " random differs between examples, the loss is not a mean over them."
             )
         if not self.draws:
-            order = np.random.default_rng(0).permutation(len(jax.tree.leaves(batch)[0]))
+            order = np.random.default_rng(0).permutation(self.size)
             again, _ = model.big_gradient(
                 model.params, model.state, take(batch, order), *model.keys(0)
             )
