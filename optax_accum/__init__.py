@@ -1,17 +1,14 @@
 """Gradient accumulation for JAX as a pure optax transformation."""
 
-from optax_accum._accumulate import (
-    AccumulateState as AccumulateState,
-    accumulate as accumulate,
-    chain as chain,
-    flush as flush,
-    has_updated as has_updated,
-)
+from optax_accum._accumulate import accumulate as accumulate
 from optax_accum._axis import varying as varying
 from optax_accum._batch_stats import (
     pool_batch_collections as pool_batch_collections,
     pool_batch_stats as pool_batch_stats,
 )
+from optax_accum._chain import chain as chain, flush as flush
 from optax_accum._sharding import reshard_window as reshard_window, state_specs as state_specs
+from optax_accum._state import AccumulateState as AccumulateState, has_updated as has_updated
+from optax_accum._train_step import TrainStep as TrainStep, make_train_step as make_train_step
 
 __version__ = "0.1.0"

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,10 @@ from jax import lax
 
 from optax_accum import _validation
 from optax_accum._axis import AxisName, check_local, check_shared
+from optax_accum._chain import Accumulator, accumulator_in, chain, transformation
 from optax_accum._followers import check_followers
 from optax_accum._gate import emit_or_hold, gate
+from optax_accum._state import AccumulateState, has_updated, map_own
 from optax_accum._window import (
     HandedOn,
     count,
@@ -25,46 +27,6 @@ from optax_accum._window import (
     weights,
     zeros,
 )
-
-
-class AccumulateState(NamedTuple):
-    """State of `accumulate`: counters, the open window and the inner state."""
-
-    micro_step: jax.Array  # int32 [], micro-steps in the open window, fewer than its every_k
-    gradient_step: jax.Array  # int32 [], windows that closed with an update
-    emitted: jax.Array  # bool [], whether the last call closed a window with an update
-    num_skipped: jax.Array  # int32 [], micro-steps rejected or without weight, since init
-    window_weight: jax.Array  # W, float32 or float64 [], 0 in an empty window
-    window_sum: optax.Updates | None  # S in the accumulator dtype, or None where every_k=1
-    extras: dict[str, Any]  # sums of the averaged extra args; {} where there are none
-    inner_state: optax.OptState
-
-
-def map_own(fn: Callable[[jax.Array], jax.Array], state: AccumulateState) -> AccumulateState:
-    """Apply `fn` to what each device gathers by itself, where there is an `axis_name`."""
-    own = ("num_skipped", "window_weight", "window_sum", "extras")
-    return state._replace(**{name: jax.tree.map(fn, getattr(state, name)) for name in own})
-
-
-class _Accumulator(NamedTuple):
-    """What `flush`, `chain` and an outer accumulator do with one; hung on its `update`."""
-
-    step: Callable[..., tuple[optax.Updates, Any]]  # update, and a flush without a micro-step
-    followed_by: Callable[..., optax.GradientTransformationExtraArgs]  # with more behind its gate
-    averaged: frozenset[str]  # extra args that it averages
-    normalize: str
-    axis_name: AxisName | None
-
-
-def accumulator_in(tx: optax.GradientTransformation) -> _Accumulator | None:
-    """The accumulator that `tx` is, or the first in the `chain` that it is."""
-    return getattr(tx.update, "accumulator", None)
-
-
-def _transformation(init, update, accumulator) -> optax.GradientTransformationExtraArgs:
-    # On the function, where it outlives copies and tree_map of the tuple.
-    update.accumulator = accumulator
-    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def accumulate(
@@ -228,7 +190,7 @@ def accumulate(
         """A micro-step, or only a flush: then the params come as gradients, for their dtypes."""
         if not always_closes or should_skip_update_fn is not None:
             check_followers()
-        _validation.check_state(state, AccumulateState)
+        _validation.state_of(state, AccumulateState)
         if axis_name is not None:
             if is_micro_step:
                 check_local("gradients", gradients, axis_name)
@@ -347,176 +309,36 @@ def accumulate(
         )
         return updates, new_state if axis_name is None else map_own(lambda x: x[None], new_state)
 
-    def followed_by(*transforms):
-        return accumulate(
-            every_k,
-            *inner,
-            *transforms,
-            normalize=normalize,
-            accumulator_dtype=accumulator_dtype,
-            emit_dtype=emit_dtype,
-            should_skip_update_fn=should_skip_update_fn,
-            average_extra_args=average_extra_args,
-            axis_name=axis_name,
-        )
-
-    return _transformation(
-        init_fn, update_fn, _Accumulator(step, followed_by, averaged, normalize, axis_name)
+    rebuilt = functools.partial(
+        accumulate,
+        every_k,
+        normalize=normalize,
+        accumulator_dtype=accumulator_dtype,
+        emit_dtype=emit_dtype,
+        should_skip_update_fn=should_skip_update_fn,
+        axis_name=axis_name,
     )
 
-
-def chain(*transforms: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`optax.chain`, except that all after an `accumulate(k)` runs once per window.
-
-    `chain(a, accumulate(k), b, c)` is `optax.chain(a, accumulate(k, b, c))`: `a` sees the gradient
-    of every micro-step, `b` and `c` see one mean per window.
-
-    Args:
-      *transforms: Transformations in the order in which they are applied.
-
-    Returns:
-      A `GradientTransformationExtraArgs`, with the state of the `optax.chain` above.
-
-    Example:
-      Clipping after the accumulator is of the window's mean, before it of each micro-batch.
-
-      >>> import jax.numpy as jnp, optax
-      >>> clip = optax.clip_by_global_norm(1.0)
-      >>> for tx in (chain(accumulate(2), clip), chain(clip, accumulate(2))):
-      ...     state = tx.init(jnp.zeros(2))
-      ...     _, state = tx.update(jnp.array([3.0, 0.0]), state)
-      ...     mean, state = tx.update(jnp.array([-3.0, 4.0]), state)
-      ...     print(mean.round(6))
-      [0. 1.]
-      [0.2 0.4]
-    """
-    _validation.check_transforms("transforms", transforms)
-    for index, transform in enumerate(transforms):
-        accumulator = accumulator_in(transform)
-        if accumulator is not None:
-            before, after = transforms[:index], transforms[index + 1 :]
-            return _behind(before, accumulator.followed_by(*after) if after else transform)
-    return optax.chain(*transforms)
-
-
-def _behind(before, last) -> optax.GradientTransformationExtraArgs:
-    """`optax.chain(*before, last)`, of which a flush is for `last`, an accumulator, alone."""
-    chained = optax.chain(*before, last)
-    prefix = optax.chain(*before) if before else None
-    accumulator = accumulator_in(last)
-    assert accumulator is not None
-
-    def step(gradients, state, params, extra_args, weight=None, flush=False, is_micro_step=True):
-        states: Any = state[:-1]
-        if prefix is not None and is_micro_step:
-            gradients, states = prefix.update(gradients, states, params, **extra_args)
-        updates, last_state = accumulator.step(
-            gradients, state[-1], params, extra_args, weight, flush, is_micro_step
-        )
-        return updates, (*states, last_state)
-
     def followed_by(*transforms):
-        return _behind(before, accumulator.followed_by(*transforms))
+        return rebuilt(*inner, *transforms, average_extra_args=average_extra_args)
 
-    return _transformation(
-        chained.init, chained.update, accumulator._replace(step=step, followed_by=followed_by)
+    def wrapped(fn, names):
+        """With `fn` around the innermost transformation, which also gets the mean of `names`."""
+        if inside is not None:
+            return rebuilt(inside.wrapped(fn, names), average_extra_args=average_extra_args)
+        return rebuilt(fn(tx), average_extra_args=sorted(averaged | set(names)))
+
+    def map_inner(fn, state):
+        apply = fn if inside is None else functools.partial(inside.map_inner, fn)
+        return state._replace(inner_state=apply(state.inner_state))
+
+    return transformation(
+        init_fn,
+        update_fn,
+        Accumulator(step, followed_by, wrapped, map_inner, averaged, normalize, axis_name),
     )
-
-
-def flush(
-    tx: optax.GradientTransformation,
-    opt_state: optax.OptState,
-    params: optax.Params,
-    **extra_args: Any,
-) -> tuple[optax.Updates, optax.OptState]:
-    """Close the open window now, on the mean of what it holds.
-
-    It is `update` without a gradient, for the short window at the end of an epoch. What stands
-    before the accumulator in a `chain` is not called. An empty window gives zeros and changes
-    nothing but `emitted`. The mean comes in the dtypes of the parameters, unless `emit_dtype` is
-    set: there is no gradient to tell others.
-
-    Args:
-      tx: What `accumulate` or `chain` returned.
-      opt_state: Its state.
-      params: The parameters.
-      **extra_args: What the inner transformations take, without the averaged ones: of those the
-        state has the mean.
-
-    Returns:
-      Updates and new state, as from `tx.update`.
-
-    Raises:
-      ValueError: `weight` or `flush` is passed: there is no micro-step to weigh.
-      TypeError: `tx` does not come from `accumulate` or `chain`. Inside `optax.masked`,
-        `optax.partition` and the like use `tx.update(..., flush=True)`.
-
-    Example:
-      >>> import jax.numpy as jnp, optax
-      >>> tx = accumulate(4, optax.sgd(1.0))
-      >>> params = jnp.zeros([])
-      >>> state = tx.init(params)
-      >>> _, state = tx.update(jnp.array(3.0), state, params)
-      >>> _, state = tx.update(jnp.array(5.0), state, params)
-      >>> updates, state = flush(tx, state, params)
-      >>> print(updates, has_updated(state))
-      -4.0 True
-    """
-    accumulator = accumulator_in(tx) if isinstance(tx, optax.GradientTransformation) else None
-    if accumulator is None:
-        raise TypeError(
-            "tx must come from optax_accum.accumulate or optax_accum.chain to be flushed, got"
-            f" {type(tx).__name__}; around it, close the window with a micro-step:"
-            " tx.update(gradients, opt_state, params, flush=True)."
-        )
-    _validation.check_params(params)
-    _validation.check_not_passed("flush", extra_args, ("weight", "flush"))
-    return accumulator.step(params, opt_state, params, extra_args, flush=True, is_micro_step=False)
-
-
-def has_updated(opt_state: optax.OptState) -> jax.Array:
-    """Whether the last call of `update` or `flush` closed a window with an update.
-
-    Args:
-      opt_state: A state with an accumulator in it, however deep. Of accumulators inside each
-        other all must have updated; of those side by side, in `optax.partition`, any. A wrapper
-        that did not call its accumulator leaves what the call before has said.
-
-    Returns:
-      bool [].
-
-    Raises:
-      ValueError: There is no `AccumulateState` in `opt_state`.
-
-    Example:
-      >>> import jax.numpy as jnp, optax
-      >>> tx = accumulate(2, optax.sgd(1.0))
-      >>> state = tx.init(jnp.zeros([]))
-      >>> for _ in range(2):
-      ...     _, state = tx.update(jnp.ones([]), state)
-      ...     print(has_updated(state))
-      False
-      True
-    """
-    states = _accumulate_states(opt_state)
-    if not states:
-        raise ValueError(
-            "opt_state must hold an AccumulateState, from accumulate or chain; got a"
-            f" {type(opt_state).__name__} without one."
-        )
-    emitted = jnp.zeros([], jnp.bool_)
-    for state in states:
-        inside = _accumulate_states(state.inner_state)
-        emitted |= state.emitted & has_updated(state.inner_state) if inside else state.emitted
-    return emitted
 
 
 def _is_buffered(state: AccumulateState, gradients: Any) -> bool:
     """Whether the state has sums, be it of an empty tree."""
     return state.window_sum is not None or not jax.tree.leaves(gradients)
-
-
-def _accumulate_states(tree: Any) -> list[AccumulateState]:
-    """The outermost accumulator states of a tree."""
-    is_state = lambda node: isinstance(node, AccumulateState)
-    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_state) if is_state(leaf)]

@@ -42,7 +42,7 @@ def varying(tree: Any, axis_name: AxisName) -> Any:
     """
 
     def vary(leaf):
-        missing = tuple(name for name in _names(axis_name) if name not in _axes(leaf))
+        missing = tuple(name for name in axis_names(axis_name) if name not in _axes(leaf))
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(vary, tree) if are_types_checked(axis_name) else tree
@@ -50,7 +50,7 @@ def varying(tree: Any, axis_name: AxisName) -> Any:
 
 def are_types_checked(axis_name: AxisName) -> bool:
     """Whether types tell here what varies over the axis: not in pmap, nor with check_vma=False."""
-    for name in _names(axis_name):
+    for name in axis_names(axis_name):
         try:
             index = lax.axis_index(name)
         except NameError:
@@ -67,7 +67,7 @@ def check_local(name: str, tree: Any, axis_name: AxisName) -> None:
     if not are_types_checked(axis_name):
         return
     for path, leaf in tree_flatten_with_path(tree)[0]:
-        shared = [axis for axis in _names(axis_name) if axis not in _axes(leaf)]
+        shared = [axis for axis in axis_names(axis_name) if axis not in _axes(leaf)]
         if shared:
             raise ValueError(
                 f"{name} must differ from device to device, and {name}{keystr(path)} does not vary"
@@ -80,7 +80,7 @@ def check_local(name: str, tree: Any, axis_name: AxisName) -> None:
 
 def check_shared(name: str, value: Any, axis_name: AxisName) -> None:
     """Require a value that is the same on all devices, where types tell."""
-    if are_types_checked(axis_name) and set(_names(axis_name)) & _axes(value):
+    if are_types_checked(axis_name) and set(axis_names(axis_name)) & _axes(value):
         raise ValueError(
             f"{name} must be the same on all devices, or they would wait for each other for ever;"
             f" got one that varies over the axis {axis_name!r}."
@@ -92,7 +92,8 @@ def varies(tree: Any) -> bool:
     return any(_axes(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def _names(axis_name: AxisName) -> tuple[Hashable, ...]:
+def axis_names(axis_name: AxisName) -> tuple[Hashable, ...]:
+    """The axes, of which there may be one."""
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 

@@ -61,8 +61,13 @@ def emit_or_hold(
             return updates, total, inner_state
 
     def write_beside(total, inner_state):
-        updates, inner_state = emit(total, inner_state)
-        return updates, jax.tree.map(jnp.zeros_like, total) if buffered else None, inner_state
+        results = emit(total, inner_state)
+        if buffered:
+            # Emptied last, and by a select, or XLA makes the zeros in buffers of their own.
+            _, total = lax.optimization_barrier((results, total))
+            total = jax.tree.map(lambda s: jnp.where(predicate, 0, s), total)
+        updates, inner_state = results
+        return updates, total if buffered else None, inner_state
 
     def hold(total, inner_state):
         held = jax.tree.map(

@@ -8,8 +8,9 @@ import numpy as np
 import optax
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from optax_accum._accumulate import AccumulateState, accumulator_in, has_updated
+from optax_accum._chain import accumulator_in
 from optax_accum._equivalence import changed, norm, vectors
+from optax_accum._state import AccumulateState, has_updated
 
 
 def check_gate(tx, params, gradients, num_microbatches, normalize) -> None:

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from optax_accum._accumulate import AccumulateState, map_own
 from optax_accum._axis import AxisName
+from optax_accum._state import AccumulateState, map_own
 
 
 def state_specs(opt_state: Any, axis_name: AxisName, param_specs: Any = None) -> Any:

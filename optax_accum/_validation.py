@@ -1,14 +1,18 @@
 """Trace-time checks of what users pass: each error gives the name, the rule and the value."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from optax_accum._axis import axis_names
+
+_State = TypeVar("_State")
 Schedule = Callable[[jax.Array], jax.typing.ArrayLike]
 
 _LARGEST_K = 2**31 - 1  # micro_step is an int32
@@ -94,6 +98,12 @@ def check_callable(name: str, value: Any) -> None:
     """Require None or a function."""
     if value is not None and not callable(value):
         raise ValueError(f"{name} must be a function or None, got {value!r}.")
+
+
+def check_function(name: str, value: Any) -> None:
+    """Require a function."""
+    if not callable(value):
+        raise ValueError(f"{name} must be a function, got {value!r}.")
 
 
 def check_names(name: str, value: Any, reserved: tuple[str, ...]) -> None:
@@ -228,13 +238,14 @@ def check_gradients(name: str, gradients: Any, window_sum: Any, any_width: bool)
             )
 
 
-def check_state(state: Any, state_type: type) -> None:
+def state_of(state: Any, state_type: type[_State]) -> _State:
     """Require the state that `init` made."""
     if not isinstance(state, state_type):
         raise ValueError(
             f"opt_state must hold the {state_type.__name__} that tx.init made, as in"
             f" tx.update(gradients, opt_state, params); got a {type(state).__name__} in its place."
         )
+    return state
 
 
 def check_params(params: Any) -> None:
@@ -312,6 +323,116 @@ def check_batch(batch: Any) -> int:
     return min(sizes.values())
 
 
+def check_mesh(mesh: Any, axis_name: Any) -> None:
+    """Require a mesh with the axis that `tx` reduces over, or neither."""
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh or None, got {mesh!r}.")
+    if (mesh is None) != (axis_name is None):
+        raise ValueError(
+            "mesh goes with a tx that reduces over one of its axes, accumulate(k, axis_name=...);"
+            f" got mesh={mesh!r} and axis_name={axis_name!r}."
+        )
+    if mesh is not None and not set(axis_names(axis_name)) <= set(mesh.axis_names):
+        raise ValueError(
+            f"mesh must have the axis that tx reduces over, axis_name={axis_name!r}; its axes are"
+            f" {mesh.axis_names}."
+        )
+
+
+def check_averages_of_step(names: frozenset[str]) -> None:
+    """Require that a train step can give all that its `tx` averages."""
+    if names - {"value"}:
+        raise ValueError(
+            "average_extra_args of tx may name 'value' alone in a train step, which passes its"
+            f" loss as such; got {sorted(names)}."
+        )
+
+
+def check_made_by_step(extras: dict[str, Any]) -> None:
+    """Require a state with room for the losses of a window."""
+    if "value" not in extras.get("averages", {}):
+        raise ValueError(
+            "opt_state must come from step.init(params), which sums the losses of a window too; got"
+            f" one that averages {sorted(extras.get('averages', {})) or 'nothing'}, as tx.init"
+            " makes it."
+        )
+
+
+def check_given(name: str, value: Any, is_expected: bool) -> None:
+    """Require an argument of a train step where it was announced, and there alone."""
+    if (value is not None) != is_expected:
+        got = "none" if value is None else f"a {type(value).__name__}"
+        raise ValueError(
+            f"{name} must be passed to a step made with {name}=True, and to no other; got {got} and"
+            f" {name}={is_expected}."
+        )
+
+
+def check_no_keys(name: str, tree: Any) -> None:
+    """Require arrays of which a mean or a maximum over devices can be taken."""
+    for path, leaf in tree_flatten_with_path(tree)[0]:
+        if jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
+            raise ValueError(
+                f"{name} must hold no random keys, of which devices have no mean; {name}"
+                f"{keystr(path)} is one. Make the step with rng=True, and pass it as rng=."
+            )
+
+
+def check_size(window_weight: Any, num_devices: int, axis_name: Any) -> None:
+    """Require a state that was made for so many devices."""
+    if jnp.shape(window_weight) != (num_devices,):
+        raise ValueError(
+            f"opt_state must be that of the {num_devices} devices along axis_name={axis_name!r};"
+            f" got one for {jnp.size(window_weight)}. Carry it over with"
+            f" optax_accum.reshard_window(opt_state, {num_devices})."
+        )
+
+
+def check_divides(num_examples: int, num_devices: int, axis_name: Any) -> None:
+    """Require a number of examples that the devices share out evenly."""
+    if num_examples % num_devices:
+        raise ValueError(
+            f"batch must hold a number of examples that the {num_devices} devices along"
+            f" axis_name={axis_name!r} divide, got {num_examples}. Fill it up, and give what fills"
+            " it the weight 0 in loss_fn and weight_fn."
+        )
+
+
+def pair(name: str, value: Any) -> tuple[Any, Any]:
+    """Two values."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ValueError(f"{name} must be a pair, got {_shapes(value)}.")
+    return value[0], value[1]
+
+
+def loss(value: Any) -> Any:
+    """A real floating scalar."""
+    is_floating = _is_arraylike(value) and jnp.issubdtype(jnp.result_type(value), jnp.floating)
+    if not is_floating or jnp.shape(value):
+        raise ValueError(
+            f"loss_fn's loss must be a real floating scalar, got {_shapes(value)}. With a second"
+            " value make the step with has_aux=True or model_state=True."
+        )
+    return value
+
+
+def check_same_model_state(new_state: Any, old_state: Any) -> None:
+    """Require a model state that keeps its tree, its shapes and its dtypes."""
+    new, new_def = tree_flatten_with_path(new_state)
+    old, old_def = tree_flatten_with_path(old_state)
+    if new_def != old_def:
+        raise ValueError(
+            "loss_fn must return the model_state with the tree that it was given,"
+            f" {old_def}; got {new_def}."
+        )
+    for (path, n), (_, o) in zip(new, old, strict=True):
+        if jnp.shape(n) != jnp.shape(o) or _dtype(n) != _dtype(o):
+            raise ValueError(
+                "loss_fn must return the model_state with the shapes and dtypes that it was given;"
+                f" model_state{keystr(path)} goes from {_shapes(o)} to {_shapes(n)}."
+            )
+
+
 def check_same_structure(new_state: Any, old_state: Any) -> None:
     """Require an inner transformation whose state keeps its tree, and its real leaves real."""
     new, new_def = tree_flatten_with_path(new_state)
@@ -333,6 +454,12 @@ def check_same_structure(new_state: Any, old_state: Any) -> None:
 
 def _is_arraylike(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+
+
+def _shapes(tree: Any) -> str:
+    """A value for a message: arrays by dtype and shape."""
+    show = lambda x: f"{_dtype(x)}{list(jnp.shape(x))}" if _is_arraylike(x) else repr(x)
+    return str(jax.tree.map(show, tree)).replace("'", "")
 
 
 def _is_real(dtype: Any) -> bool:

@@ -1,0 +1,177 @@
+"""What one device does in a ready train step: gradient, window, and an update behind the gate."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from optax_accum import _validation
+from optax_accum._axis import varying
+from optax_accum._chain import Accumulator
+from optax_accum._state import AccumulateState, has_updated
+
+
+class _Held(NamedTuple):
+    """What the gate of a train step holds: the inner state, and what an update changes too."""
+
+    inner_state: optax.OptState
+    params: optax.Params
+    loss: jax.Array  # [] in the dtype of W, of the window that this call closes, else NaN
+    grad_norm: jax.Array  # float32 [], the same
+
+
+def applying(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`inner`, which applies its updates itself: behind the gate no array is made to carry them."""
+    inner = optax.with_extra_args_support(inner)
+
+    def update_fn(updates, state, params=None, **extra_args):
+        del params  # those that are held, for XLA to write over
+        mean, held = updates, state
+        grad_norm = optax.tree.norm(jax.tree.map(_wide, mean))
+        updates, inner_state = inner.update(mean, held.inner_state, held.params, **extra_args)
+        new_params = optax.apply_updates(held.params, updates)
+        return (), _Held(inner_state, new_params, extra_args["value"], grad_norm)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroStep:
+    """The micro-step of a train step and its flush, on one device."""
+
+    loss_fn: Callable[..., Any]
+    accumulator: Accumulator  # whose innermost transformation is `applying`
+    update: Callable[..., Any]  # its update
+    has_aux: bool
+    weight_fn: Callable[[Any], jax.typing.ArrayLike] | None
+    rng: bool
+    model_state: bool
+
+    def run(self, params, opt_state, batch, rng, model_state):
+        """Take a micro-batch; returns params, state, metrics and the new model state, if any."""
+        state, axis_name = accumulate_state(opt_state), self.accumulator.axis_name
+        own = self._own(state, model_state)
+        args = (own,) * self.model_state + (batch,) + (self._key(rng, state),) * self.rng
+        (loss, (new_own, aux)), gradients = jax.value_and_grad(self._loss, has_aux=True)(
+            params if axis_name is None else varying(params, axis_name), *args
+        )
+        if self.weight_fn is not None:
+            weight = self.weight_fn(batch)
+        elif state.window_sum is None and axis_name is None:
+            weight = None  # a window of one has nothing to weigh
+        else:
+            weight = _validation.check_batch(batch)
+        update = functools.partial(self.update, gradients, weight=weight, value=loss)
+        params, opt_state, metrics, *rest = self._behind_gate(
+            update, params, opt_state, own, new_own, model_state
+        )
+        if self.has_aux:
+            metrics["aux"] = aux if axis_name is None else jax.tree.map(lambda x: x[None], aux)
+        return params, opt_state, metrics, *rest
+
+    def flush(self, params, opt_state, model_state):
+        """Close the window without a micro-batch."""
+        own = self._own(accumulate_state(opt_state), model_state)
+        update = functools.partial(
+            self.accumulator.step, params, extra_args={}, flush=True, is_micro_step=False
+        )
+        return self._behind_gate(update, params, opt_state, own, own, model_state)
+
+    def _behind_gate(self, update, params, opt_state, own, new_own, model_state):
+        """Call `update(opt_state, params=params)` with the parameters behind its gate."""
+        before = accumulate_state(opt_state)
+        nan = jnp.full([], jnp.nan, before.window_weight.dtype)
+        hold = lambda inner_state: _Held(inner_state, params, nan, nan.astype(jnp.float32))
+        _, opt_state = update(self.accumulator.map_inner(hold, opt_state), params=params)
+        is_held = lambda x: isinstance(x, _Held)
+        (held,) = filter(is_held, jax.tree.leaves(opt_state, is_leaf=is_held))
+        opt_state = self.accumulator.map_inner(lambda held: held.inner_state, opt_state)
+
+        state, emitted = accumulate_state(opt_state), has_updated(opt_state)
+        metrics = {
+            "loss": held.loss.astype(jnp.float32),
+            "grad_norm": held.grad_norm,
+            "micro_step": state.micro_step,
+            "gradient_step": state.gradient_step,
+            "emitted": emitted,
+        }
+        if not self.model_state:
+            return held.params, opt_state, metrics
+
+        accepted = jnp.all(state.num_skipped == before.num_skipped)
+        new_own = jax.tree.map(lambda new, old: jnp.where(accepted, new, old), new_own, own)
+        axis_name = self.accumulator.axis_name
+        if axis_name is not None:
+            own = jax.tree.map(lambda x: x[None], new_own)
+            opt_state = with_extras(opt_state, model_state=own)
+            new_own = lax.cond(
+                emitted,
+                lambda new, old: jax.tree.map(functools.partial(_mean_over, axis_name), new),
+                lambda new, old: old,
+                new_own,
+                model_state,
+            )
+        return held.params, opt_state, metrics, new_own
+
+    def _loss(self, params, *args):
+        """The loss, and beside it the new model state and the aux."""
+        # Made anew, since a variable of NNX can be changed only in the trace in which it was made.
+        args = jax.tree.map(lambda x: x, args)
+        value, new_state, aux = self.loss_fn(params, *args), None, None
+        if self.has_aux or self.model_state:
+            value, beside = _validation.pair("loss_fn", value)
+            if self.has_aux and self.model_state:
+                new_state, aux = _validation.pair("what loss_fn returns beside the loss", beside)
+            else:
+                new_state, aux = (beside, None) if self.model_state else (None, beside)
+        if self.model_state:
+            _validation.check_same_model_state(new_state, args[0])
+        return _validation.loss(value), (new_state, aux)
+
+    def _key(self, rng, state):
+        """The key of this micro-batch on this device."""
+        if not self.rng:
+            return None
+        axis_name = self.accumulator.axis_name
+        places = [state.gradient_step, state.micro_step]
+        places += [] if axis_name is None else [lax.axis_index(axis_name)]
+        return functools.reduce(jax.random.fold_in, places, rng)
+
+    def _own(self, state, model_state):
+        """This device's model state, which begins each window with that of all."""
+        if not self.model_state or self.accumulator.axis_name is None:
+            return model_state
+        return jax.tree.map(
+            lambda own, shared: jnp.where(state.micro_step == 0, shared, own[0]),
+            state.extras["model_state"],
+            model_state,
+        )
+
+
+def accumulate_state(opt_state: Any) -> AccumulateState:
+    """The accumulator's state in that of an `accumulate` or a `chain`."""
+    while type(opt_state) is tuple and opt_state:
+        opt_state = opt_state[-1]
+    return _validation.state_of(opt_state, AccumulateState)
+
+
+def with_extras(opt_state: Any, **extras: Any) -> Any:
+    """`opt_state` with these extras beside those of its accumulator."""
+    if type(opt_state) is tuple:
+        return *opt_state[:-1], with_extras(opt_state[-1], **extras)
+    return opt_state._replace(extras={**opt_state.extras, **extras})
+
+
+def _wide(x):
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _mean_over(axis_name, x):
+    """The mean over devices; of counters, which are the same on all, the value."""
+    is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+    return lax.pmean(x, axis_name) if is_inexact else lax.pmax(x, axis_name)

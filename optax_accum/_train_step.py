@@ -1,0 +1,277 @@
+"""A ready train step: one compiled call for each micro-batch, on one device or on a mesh."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from optax_accum import _validation
+from optax_accum._axis import axis_names
+from optax_accum._chain import accumulator_in
+from optax_accum._micro_step import MicroStep, accumulate_state, applying, with_extras
+from optax_accum._sharding import state_specs
+
+_METRICS = ("loss", "grad_norm", "micro_step", "gradient_step", "emitted")
+_SHARED = PartitionSpec()  # the same on all devices
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    *,
+    has_aux: bool = False,
+    weight_fn: Callable[[Any], jax.typing.ArrayLike] | None = None,
+    rng: bool = False,
+    model_state: bool = False,
+    mesh: Mesh | None = None,
+) -> "TrainStep":
+    """Make a compiled micro-step of a training loop.
+
+    A call takes one micro-batch: the gradient of `loss_fn`, its part in the window of `tx`, and at
+    the boundary the update, which is applied behind the gate. Off the boundary nothing touches the
+    parameters, and no device waits for another.
+
+    Args:
+      loss_fn: `loss_fn(params[, model_state], batch[, rng])`, the mean loss of a micro-batch, or
+        what the `normalize` of `tx` asks for; a real scalar. With `has_aux` it returns
+        `(loss, aux)`, with `model_state` `(loss, new_state)`, with both
+        `(loss, (new_state, aux))`.
+      tx: What `accumulate` or `chain` returned. What it runs once per window also gets the
+        window's mean loss, as `value=`.
+      has_aux: Whether `loss_fn` returns something to hand out.
+      weight_fn: `weight_fn(batch)`, the weight of a micro-batch: the tokens in it, say. Default:
+        its number of examples. It sees the part of one device.
+      rng: Whether `loss_fn` takes a key. Each micro-batch and each device gets its own, folded from
+        the key of the call, so that one key serves a whole training.
+      model_state: Whether `loss_fn` takes and returns a state that no gradient moves: the
+        statistics of BatchNorm. A rejected micro-batch does not change it.
+      mesh: The devices to run on, where `tx` has an `axis_name`: an axis of this mesh, or several.
+        Parameters are the same on all of them. Over axes of other names XLA shards as it likes.
+
+    Returns:
+      `step`, with `opt_state = step.init(params)` and
+
+          params, opt_state, metrics = step(params, opt_state, batch, rng=None, model_state=None)
+
+      and with `model_state` a fourth value, the new one. Arrays in `batch` have the example axis
+      first, which the devices share out between them as it lies. `params` and `opt_state` are
+      donated: use what is returned. `metrics` is a dict of
+
+      - `loss`: float32 [], Σ wᵢ lossᵢ / Σ wᵢ of the window that this call closed, over all
+        devices; NaN off the boundary.
+      - `grad_norm`: float32 [], the norm of the window's mean gradient as the inner transformations
+        receive it, before they clip it; NaN off the boundary.
+      - `micro_step`, `gradient_step`, `emitted`: of the state after the call.
+      - `aux`: of this micro-batch; on a mesh with a leading axis of devices.
+
+      On a mesh each device's `model_state` goes its own way within a window; the boundary takes
+      the mean over devices, and the state that is returned is that of the last boundary.
+
+      `step.flush(params, opt_state)` closes a short window, and returns what a call does.
+      `step.lower(...)` takes the arguments of a call, for `testing.collectives`.
+
+    Raises:
+      TypeError: `tx` does not come from `accumulate` or `chain`.
+      ValueError: An argument breaks its rule: `mesh` without `axis_name`, or the other way round;
+        a mesh without that axis; a batch that the devices do not divide; a state of another number
+        of devices; a key or a model state that is missing, or too many.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from optax_accum import accumulate, chain
+      >>> step = make_train_step(
+      ...     lambda w, x: jnp.mean((x - w) ** 2), chain(accumulate(2), optax.sgd(0.25))
+      ... )
+      >>> params = jnp.zeros([])
+      >>> opt_state = step.init(params)
+      >>> for batch in (jnp.array([1.0, 3.0]), jnp.array([5.0])):
+      ...     params, opt_state, metrics = step(params, opt_state, batch)
+      ...     print(params, metrics["loss"], metrics["emitted"])
+      0.0 nan False
+      1.5 11.666667 True
+    """
+    _validation.check_function("loss_fn", loss_fn)
+    _validation.check_callable("weight_fn", weight_fn)
+    accumulator = accumulator_in(tx) if isinstance(tx, optax.GradientTransformation) else None
+    if accumulator is None:
+        raise TypeError(
+            "tx must come from optax_accum.accumulate or optax_accum.chain, behind whose gate the"
+            f" step applies its updates; got {type(tx).__name__}. Where they are inside another"
+            " transformation, write the step with tx.update and optax.apply_updates."
+        )
+    _validation.check_averages_of_step(accumulator.averaged)
+    _validation.check_mesh(mesh, accumulator.axis_name)
+    tx = accumulator.wrapped(applying, ("value",))
+    accumulator = accumulator_in(tx)
+    assert accumulator is not None
+    micro_step = MicroStep(loss_fn, accumulator, tx.update, has_aux, weight_fn, rng, model_state)
+    return TrainStep(micro_step, tx.init, mesh)
+
+
+class TrainStep:
+    """What `make_train_step` returns: its micro-step, compiled, on the devices of a mesh."""
+
+    def __init__(self, micro_step: MicroStep, init: Callable, mesh: Mesh | None):
+        self._micro_step = micro_step
+        self._init = init
+        self._axis_name = micro_step.accumulator.axis_name
+        self._own = PartitionSpec(self._axis_name)  # each device's part, along the first axis
+        self._mesh = mesh
+        self._compiled_init = jax.jit(self._on_devices(init, self._init_specs))
+        self._compiled = jax.jit(
+            self._on_devices(micro_step.run, self._run_specs), donate_argnums=(0, 1)
+        )
+        self._compiled_flush = jax.jit(
+            self._on_devices(micro_step.flush, self._flush_specs), donate_argnums=(0, 1)
+        )
+
+    def init(self, params: optax.Params, model_state: Any = None) -> optax.OptState:
+        """Make the optimizer state.
+
+        Args:
+          params: Tree of parameters.
+          model_state: On a mesh with `model_state`, the one that training starts with. The state
+            then has room for each device's own at once, as a state to restore into needs it;
+            otherwise the first call makes it.
+
+        Returns:
+          The state of `tx`, with the sum of the window's losses.
+        """
+        if model_state is not None:
+            self._check_model_state(model_state)
+        return self._with_own(self._compiled_init(self._on_mesh(params)), model_state)
+
+    def __call__(
+        self,
+        params: optax.Params,
+        opt_state: optax.OptState,
+        batch: Any,
+        *,
+        rng: jax.Array | None = None,
+        model_state: Any = None,
+    ) -> tuple:
+        """Run a micro-step: see `make_train_step`."""
+        return self._compiled(*self._arguments(params, opt_state, batch, rng, model_state))
+
+    def lower(
+        self,
+        params: optax.Params,
+        opt_state: optax.OptState,
+        batch: Any,
+        *,
+        rng: jax.Array | None = None,
+        model_state: Any = None,
+    ) -> jax.stages.Lowered:
+        """Lower a micro-step, as the `lower` of a jitted function does."""
+        return self._compiled.lower(*self._arguments(params, opt_state, batch, rng, model_state))
+
+    def flush(
+        self, params: optax.Params, opt_state: optax.OptState, *, model_state: Any = None
+    ) -> tuple:
+        """Close the open window now, on the mean of what it holds.
+
+        Args:
+          params: Tree of parameters, donated.
+          opt_state: State of the optimizer, donated.
+          model_state: As in a call.
+
+        Returns:
+          What a call returns, without `aux`. An empty window changes nothing.
+        """
+        self._check_model_state(model_state)
+        return self._compiled_flush(
+            self._on_mesh(params),
+            self._with_own(opt_state, model_state),
+            self._on_mesh(model_state),
+        )
+
+    def _arguments(self, params, opt_state, batch, rng, model_state):
+        _validation.check_given("rng", rng, self._micro_step.rng)
+        self._check_model_state(model_state)
+        num_examples = _validation.check_batch(batch)
+        if self._mesh is not None:
+            _validation.check_divides(num_examples, self._num_devices(), self._axis_name)
+        return (
+            self._on_mesh(params),
+            self._with_own(opt_state, model_state),
+            self._on_mesh(batch, self._own),
+            rng,
+            self._on_mesh(model_state),
+        )
+
+    def _check_model_state(self, model_state):
+        _validation.check_given("model_state", model_state, self._micro_step.model_state)
+        _validation.check_no_keys("model_state", model_state)
+
+    def _on_mesh(self, tree, spec=_SHARED):
+        """What is not on the devices of the mesh yet goes there: it could not be donated else."""
+        if self._mesh is None:
+            return tree
+        devices = set(self._mesh.devices.flat)
+        sharding = NamedSharding(self._mesh, spec)
+
+        def place(x):
+            if isinstance(x, Tracer | jax.ShapeDtypeStruct):
+                return x
+            is_there = isinstance(x, jax.Array) and x.sharding.device_set == devices
+            return x if is_there else jax.device_put(x, sharding)
+
+        return jax.tree.map(place, tree)
+
+    def _with_own(self, opt_state, model_state):
+        """With room for what each device's own model state becomes within a window."""
+        extras = accumulate_state(opt_state).extras
+        _validation.check_made_by_step(extras)
+        if self._mesh is None or model_state is None or "model_state" in extras:
+            return opt_state
+        size = (self._num_devices(),)
+        spread = jax.jit(
+            lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, size + jnp.shape(x)), tree),
+            out_shardings=NamedSharding(self._mesh, self._own),
+        )
+        return with_extras(opt_state, model_state=spread(self._on_mesh(model_state)))
+
+    def _num_devices(self):
+        assert self._mesh is not None
+        return math.prod(self._mesh.shape[name] for name in axis_names(self._axis_name))
+
+    def _on_devices(self, function, specs):
+        """`function` on each device, with its part of batch and state; or on the one device."""
+        if self._mesh is None:
+            return function
+
+        def mapped(*args):
+            in_specs, out_specs = specs(*args)
+            # Along other axes of the mesh, XLA shards.
+            return jax.shard_map(
+                function,
+                mesh=self._mesh,
+                in_specs=in_specs,
+                out_specs=out_specs,
+                axis_names=set(axis_names(self._axis_name)),
+            )(*args)
+
+        return mapped
+
+    def _init_specs(self, params):
+        state = jax.eval_shape(self._init, params)
+        return (_SHARED,), state_specs(state, self._axis_name)
+
+    def _flush_specs(self, params, opt_state, model_state):
+        size = self._num_devices()
+        _validation.check_size(accumulate_state(opt_state).window_weight, size, self._axis_name)
+        specs = state_specs(opt_state, self._axis_name)
+        out = (_SHARED, specs, dict.fromkeys(_METRICS, _SHARED))
+        return (_SHARED, specs, _SHARED), out + (_SHARED,) * self._micro_step.model_state
+
+    def _run_specs(self, params, opt_state, batch, rng, model_state):
+        (_, specs, _), (_, _, metrics, *new) = self._flush_specs(params, opt_state, model_state)
+        if self._micro_step.has_aux:
+            metrics = {**metrics, "aux": self._own}
+        in_specs = (_SHARED, specs, self._own, _SHARED, _SHARED)
+        return in_specs, (_SHARED, specs, metrics, *new)
