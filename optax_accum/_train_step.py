@@ -122,6 +122,7 @@ class TrainStep:
         self._axis_name = micro_step.accumulator.axis_name
         self._own = PartitionSpec(self._axis_name)  # each device's part, along the first axis
         self._mesh = mesh
+        self._devices = set() if mesh is None else set(mesh.devices.flat)
         self._compiled_init = jax.jit(self._on_devices(init, self._init_specs))
         self._compiled = jax.jit(
             self._on_devices(micro_step.run, self._run_specs), donate_argnums=(0, 1)
@@ -144,7 +145,7 @@ class TrainStep:
         """
         if model_state is not None:
             self._check_model_state(model_state)
-        return self._with_own(self._compiled_init(self._on_mesh(params)), model_state)
+        return self._state_on_mesh(self._compiled_init(self._on_mesh(params)), model_state)
 
     def __call__(
         self,
@@ -186,7 +187,7 @@ class TrainStep:
         self._check_model_state(model_state)
         return self._compiled_flush(
             self._on_mesh(params),
-            self._with_own(opt_state, model_state),
+            self._state_on_mesh(opt_state, model_state),
             self._on_mesh(model_state),
         )
 
@@ -198,7 +199,7 @@ class TrainStep:
             _validation.check_divides(num_examples, self._num_devices(), self._axis_name)
         return (
             self._on_mesh(params),
-            self._with_own(opt_state, model_state),
+            self._state_on_mesh(opt_state, model_state),
             self._on_mesh(batch, self._own),
             rng,
             self._on_mesh(model_state),
@@ -208,33 +209,34 @@ class TrainStep:
         _validation.check_given("model_state", model_state, self._micro_step.model_state)
         _validation.check_no_keys("model_state", model_state)
 
+    def _state_on_mesh(self, opt_state, model_state):
+        """The state on its devices, with room for the model state that each has within a window."""
+        state = accumulate_state(opt_state)
+        _validation.check_made_by_step(state.extras)
+        if self._mesh is None:
+            return opt_state
+        size = self._num_devices()
+        _validation.check_size(state.window_weight, size, self._axis_name)
+        if model_state is not None and "model_state" not in state.extras:
+            spread = lambda x: jnp.broadcast_to(x, (size, *jnp.shape(x)))
+            opt_state = with_extras(opt_state, model_state=jax.tree.map(spread, model_state))
+        elif self._is_on_mesh(state.window_weight):
+            return opt_state
+        specs = state_specs(opt_state, self._axis_name)
+        return jax.tree.map(self._on_mesh, opt_state, specs)
+
     def _on_mesh(self, tree, spec=_SHARED):
         """What is not on the devices of the mesh yet goes there: it could not be donated else."""
         if self._mesh is None:
             return tree
-        devices = set(self._mesh.devices.flat)
         sharding = NamedSharding(self._mesh, spec)
-
-        def place(x):
-            if isinstance(x, Tracer | jax.ShapeDtypeStruct):
-                return x
-            is_there = isinstance(x, jax.Array) and x.sharding.device_set == devices
-            return x if is_there else jax.device_put(x, sharding)
-
+        place = lambda x: x if self._is_on_mesh(x) else jax.device_put(x, sharding)
         return jax.tree.map(place, tree)
 
-    def _with_own(self, opt_state, model_state):
-        """With room for what each device's own model state becomes within a window."""
-        extras = accumulate_state(opt_state).extras
-        _validation.check_made_by_step(extras)
-        if self._mesh is None or model_state is None or "model_state" in extras:
-            return opt_state
-        size = (self._num_devices(),)
-        spread = jax.jit(
-            lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, size + jnp.shape(x)), tree),
-            out_shardings=NamedSharding(self._mesh, self._own),
-        )
-        return with_extras(opt_state, model_state=spread(self._on_mesh(model_state)))
+    def _is_on_mesh(self, x):
+        if isinstance(x, Tracer | jax.ShapeDtypeStruct):
+            return True
+        return isinstance(x, jax.Array) and x.sharding.device_set == self._devices
 
     def _num_devices(self):
         assert self._mesh is not None
@@ -263,8 +265,6 @@ class TrainStep:
         return (_SHARED,), state_specs(state, self._axis_name)
 
     def _flush_specs(self, params, opt_state, model_state):
-        size = self._num_devices()
-        _validation.check_size(accumulate_state(opt_state).window_weight, size, self._axis_name)
         specs = state_specs(opt_state, self._axis_name)
         out = (_SHARED, specs, dict.fromkeys(_METRICS, _SHARED))
         return (_SHARED, specs, _SHARED), out + (_SHARED,) * self._micro_step.model_state
