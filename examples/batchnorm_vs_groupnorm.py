@@ -14,14 +14,14 @@
 A small residual network is trained on effective batches of 64, made of physical batches of 64,
 32, 16, 8, 4 or 2. A cell NORM/BATCH/SEED has the same start, order of images and number of
 updates for each norm and batch. The norms are batch, group, layer (over channels and positions,
-as in Wu and He, 2018, arXiv:1803.08494) and two remedies: batch-pooled, whose running statistics
-are those of the whole window, and batch-frozen, which after the first epoch normalises by its
-running statistics also in training. Under --out: batchnorm_vs_groupnorm.json and .png.
+as in Wu and He, 2018, arXiv:1803.08494) and three remedies: batch-pooled, whose running statistics
+are those of the whole window; batch-frozen, which after the first epoch normalises by its running
+statistics also in training; and batch-sync, whose physical batch is that of each of eight devices
+that normalise by the statistics of all. Under --out: batchnorm_vs_groupnorm.json and .png.
 """
 
 import argparse
 import functools
-import itertools
 import json
 import multiprocessing
 import os
@@ -34,32 +34,20 @@ from concurrent import futures
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from tqdm import tqdm
 
 import image_data
 import norm_plots
-from optax_accum import has_updated, pool_batch_collections
-from training import (
-    Arm,
-    Trainer,
-    commit,
-    epoch_order,
-    first_update_max_diff,
-    positive,
-    split,
-)
+from norm_models import DEVICES, freeze, new_trainer
+from training import Arm, commit, epoch_order, first_update_max_diff, positive
 
 EFFECTIVE_BATCH = 64
 SIZES, QUICK_SIZES = (64, 32, 16, 8, 4, 2), (64, 8, 2)
 NORMS = ("batch", "group", "layer")
-REMEDIES, REMEDY_SIZES = ("batch-pooled", "batch-frozen"), (8, 2)
-BN_MOMENTUM = 0.9
+REMEDIES, REMEDY_SIZES = ("batch-pooled", "batch-frozen", "batch-sync"), (8, 2)
 WARM_UP_EPOCHS = 1  # of batch-frozen
-CLASSES = 10
 
 
 class Cell(NamedTuple):
@@ -71,94 +59,13 @@ class Cell(NamedTuple):
 
     @property
     def arm(self) -> Arm:
-        """The window."""
-        return Arm(self.physical_batch, EFFECTIVE_BATCH // self.physical_batch)
+        """The window: the images of a micro-step, on all devices, and their number."""
+        devices = DEVICES if self.norm == "batch-sync" else 1
+        images = devices * self.physical_batch
+        return Arm(images, EFFECTIVE_BATCH // images)
 
     def __str__(self) -> str:
         return "/".join(map(str, self))
-
-
-class ResNet(nnx.Module):
-    """Three residual blocks on a strided convolution: 16 x 16, 8 x 8 and 4 x 4 positions."""
-
-    def __init__(self, channels: int, make_norm, rngs: nnx.Rngs):
-        conv = functools.partial(nnx.Conv, use_bias=False, rngs=rngs)
-        widths = (16, 16, 32, 64)
-        self.stem, self.stem_norm = conv(channels, widths[0], (3, 3), 2), make_norm(widths[0])
-        blocks = []
-        for before, after in itertools.pairwise(widths):
-            stride = 1 if before == after else 2
-            blocks.append(
-                nnx.Dict(
-                    conv1=conv(before, after, (3, 3), stride),
-                    norm1=make_norm(after),
-                    conv2=conv(after, after, (3, 3)),
-                    norm2=make_norm(after),
-                )
-            )
-            if before != after:
-                blocks[-1].shortcut = conv(before, after, (1, 1), stride)
-        self.blocks = nnx.List(blocks)
-        self.head = nnx.Linear(widths[-1], CLASSES, rngs=rngs)
-
-    def __call__(self, images: jax.Array) -> jax.Array:
-        x = (images.astype(jnp.float32) / 255 - 0.5) * 4
-        x = nnx.relu(self.stem_norm(self.stem(x)))
-        for block in self.blocks:
-            branch = nnx.relu(block.norm1(block.conv1(x)))
-            branch = block.norm2(block.conv2(branch))
-            x = nnx.relu(branch + (block.shortcut(x) if "shortcut" in block else x))
-        return self.head(x.mean((1, 2)))
-
-
-def new_model(norm, channels, seed):
-    rngs = nnx.Rngs(seed)
-    make_norm = {
-        "batch": functools.partial(nnx.BatchNorm, momentum=BN_MOMENTUM),
-        "batch-frozen": functools.partial(nnx.BatchNorm, momentum=BN_MOMENTUM),
-        # Leaves the micro-batch's own statistics behind, for PooledTrainer.
-        "batch-pooled": functools.partial(nnx.BatchNorm, momentum=0.0),
-        "group": functools.partial(nnx.GroupNorm, num_groups=8),
-        "layer": functools.partial(nnx.LayerNorm, reduction_axes=(1, 2, 3), feature_axes=-1),
-    }[norm]
-    return ResNet(channels, functools.partial(make_norm, rngs=rngs), rngs)
-
-
-class PooledTrainer(Trainer):
-    """Running statistics of a BatchNorm take in the whole window, once."""
-
-    def __init__(self, model, arm, tx):
-        super().__init__(model, arm, tx)
-        running = self.rest
-        self.rest = (running, jax.tree.map(jnp.zeros_like, running), jnp.zeros([]))
-
-    def _step(self, params, rest, opt_state, images, labels):
-        running, window, count = rest
-        params, own, opt_state, loss = super()._step(params, running, opt_state, images, labels)
-        # Of the window so far, and of this micro-batch.
-        window = pool_batch_collections([window, own], jnp.stack([count, len(images)]))
-        taken_in = optax.incremental_update(window, running, 1 - BN_MOMENTUM)
-        closed = has_updated(opt_state)
-        running = jax.tree.map(functools.partial(jnp.where, closed), taken_in, running)
-        count = jnp.where(closed, 0, count + len(images))
-        return params, (running, window, count), opt_state, loss
-
-    def _evaluate_batch(self, params, rest, images, labels):
-        return super()._evaluate_batch(params, rest[0], images, labels)
-
-
-def new_trainer(norm, arm, tx, images, seed):
-    kind = PooledTrainer if norm == "batch-pooled" else Trainer
-    return kind(new_model(norm, images.train_images.shape[-1], seed), arm, tx)
-
-
-def freeze(trainer):
-    """From now on BatchNorm normalises by its running statistics, and leaves them alone."""
-    model = nnx.merge(trainer.graph, trainer.params, trainer.rest)
-    model.set_attributes(nnx.BatchNorm, use_running_average=True)
-    trainer.graph = split(model)[0]
-    trainer.reset()
-    return trainer
 
 
 def train(cell, images, args):
@@ -168,7 +75,7 @@ def train(cell, images, args):
     updates = args.epochs * size // EFFECTIVE_BATCH
     schedule = optax.cosine_onecycle_schedule(updates, args.lr, pct_start=0.2)
     trainer = start(cell.arm, optax.sgd(schedule, momentum=0.9))
-    batch, seconds, curve = cell.physical_batch, 0.0, []
+    batch, seconds, curve = cell.arm.physical_batch, 0.0, []
     for epoch in range(args.epochs):
         if cell.norm == "batch-frozen" and epoch == WARM_UP_EPOCHS:
             freeze(trainer)
@@ -180,7 +87,7 @@ def train(cell, images, args):
             losses.append(
                 trainer.micro_step(images.train_images[index], images.train_labels[index])
             )
-        train_loss = float(np.mean(jax.device_get(losses)))
+        train_loss = float(np.nanmean(jax.device_get(losses)))
         seconds += time.perf_counter() - began
         _, accuracy = trainer.evaluate(images.test_images, images.test_labels)
         curve.append({"epoch": epoch + 1, "train_loss": train_loss, "test_error": 1 - accuracy})
@@ -190,9 +97,9 @@ def train(cell, images, args):
         return freeze(start(arm, tx)) if cell.norm == "batch-frozen" else start(arm, tx)
 
     window = epoch_order(len(images.train_images), cell.seed, 0)[:EFFECTIVE_BATCH]
-    return {
+    row = {
         "norm": cell.norm,
-        "physical_batch": batch,
+        "physical_batch": cell.physical_batch,
         "every_k": cell.arm.every_k,
         "seed": cell.seed,
         "data": images.name,
@@ -205,6 +112,7 @@ def train(cell, images, args):
         "versions": {"jax": jax.__version__, "device": jax.devices()[0].device_kind},
         "commit": commit(),
     }
+    return row | ({"collectives": trainer.collectives} if cell.norm == "batch-sync" else {})
 
 
 def config(args):
@@ -227,7 +135,8 @@ def one_thread(compiled):
     # One thread a worker: more images per second in all, and figures that do not depend on the
     # number of cores. On a card the workers share its memory.
     flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false"
+    flags += " --xla_cpu_multi_thread_eigen=false"
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={DEVICES}"
     os.environ["NPROC"] = "1"
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     jax.config.update("jax_compilation_cache_dir", compiled)

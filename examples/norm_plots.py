@@ -10,6 +10,7 @@ STYLES = {
     "group": ("GroupNorm", {"color": "tab:blue", "marker": "s"}),
     "layer": ("LayerNorm", {"color": "tab:green", "marker": "^"}),
     "batch-pooled": ("BatchNorm, pooled statistics", {"color": "tab:orange", "marker": "D"}),
+    "batch-sync": ("BatchNorm, over eight devices", {"color": "tab:brown", "marker": "X"}),
     "batch-frozen": ("BatchNorm, frozen statistics", {"color": "tab:purple", "marker": "v"}),
 }
 

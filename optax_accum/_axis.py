@@ -42,7 +42,7 @@ def varying(tree: Any, axis_name: AxisName) -> Any:
     """
 
     def vary(leaf):
-        missing = tuple(name for name in axis_names(axis_name) if name not in _axes(leaf))
+        missing = tuple(name for name in axis_names(axis_name) if name not in varying_over(leaf))
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(vary, tree) if are_types_checked(axis_name) else tree
@@ -57,7 +57,7 @@ def are_types_checked(axis_name: AxisName) -> bool:
             raise ValueError(
                 f"axis_name must be mapped here, by pmap or shard_map, got {axis_name!r}."
             ) from None
-        if name not in _axes(index):
+        if name not in varying_over(index):
             return False
     return True
 
@@ -67,7 +67,7 @@ def check_local(name: str, tree: Any, axis_name: AxisName) -> None:
     if not are_types_checked(axis_name):
         return
     for path, leaf in tree_flatten_with_path(tree)[0]:
-        shared = [axis for axis in axis_names(axis_name) if axis not in _axes(leaf)]
+        shared = [axis for axis in axis_names(axis_name) if axis not in varying_over(leaf)]
         if shared:
             raise ValueError(
                 f"{name} must differ from device to device, and {name}{keystr(path)} does not vary"
@@ -80,16 +80,17 @@ def check_local(name: str, tree: Any, axis_name: AxisName) -> None:
 
 def check_shared(name: str, value: Any, axis_name: AxisName) -> None:
     """Require a value that is the same on all devices, where types tell."""
-    if are_types_checked(axis_name) and set(axis_names(axis_name)) & _axes(value):
+    if are_types_checked(axis_name) and set(axis_names(axis_name)) & varying_over(value):
         raise ValueError(
             f"{name} must be the same on all devices, or they would wait for each other for ever;"
             f" got one that varies over the axis {axis_name!r}."
         )
 
 
-def varies(tree: Any) -> bool:
-    """Whether a leaf has a type that says that it differs between devices."""
-    return any(_axes(leaf) for leaf in jax.tree.leaves(tree))
+def varying_as(like: Any, x: jax.Array) -> jax.Array:
+    """`x`, of a type that differs between devices where that of `like` does."""
+    missing = tuple(varying_over(like) - varying_over(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def axis_names(axis_name: AxisName) -> tuple[Hashable, ...]:
@@ -97,5 +98,6 @@ def axis_names(axis_name: AxisName) -> tuple[Hashable, ...]:
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
-def _axes(leaf: Any) -> frozenset:
+def varying_over(leaf: Any) -> frozenset:
+    """The axes over which the type of an array, or of its shape, says that it differs."""
     return jax.typeof(leaf).manual_axis_type.varying

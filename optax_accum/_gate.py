@@ -10,7 +10,7 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
-from optax_accum._axis import varies
+from optax_accum._axis import varying_as, varying_over
 
 
 def gate(predicate: Any, emit: Callable, hold: Callable, *operands: Any) -> Any:
@@ -41,8 +41,7 @@ def emit_or_hold(
     """
     shapes = lambda total, inner_state: jax.eval_shape(emit, total, inner_state)[0]
 
-    # An update is the same on all devices, and may not share a buffer with what differs.
-    if buffered and isinstance(predicate, Tracer) and not varies(total):
+    if buffered and isinstance(predicate, Tracer):
         like = shapes(total, inner_state)
         if _fits(like, total):
 
@@ -71,7 +70,8 @@ def emit_or_hold(
 
     def hold(total, inner_state):
         held = jax.tree.map(
-            lambda u: jnp.full(u.shape, _nothing(u), u.dtype), shapes(total, inner_state)
+            lambda u: varying_as(u, jnp.full(u.shape, _nothing(u), u.dtype)),
+            shapes(total, inner_state),
         )
         return held, total if buffered else None, inner_state
 
@@ -79,12 +79,15 @@ def emit_or_hold(
 
 
 def _fits(updates: Any, total: Any) -> bool:
-    """Whether the sums can hold the updates without loss."""
+    """Whether the sums can hold the updates without loss, and differ between the same devices."""
     if jax.tree.structure(updates) != jax.tree.structure(total):
         return False
     pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(total), strict=True)
     return all(
-        u.shape == s.shape and jnp.promote_types(u.dtype, s.dtype) == s.dtype for u, s in pairs
+        u.shape == s.shape
+        and jnp.promote_types(u.dtype, s.dtype) == s.dtype
+        and varying_over(u) == varying_over(s)
+        for u, s in pairs
     )
 
 
