@@ -2,14 +2,15 @@
 
     python examples/multi_process.py                  # two processes on this machine, in 15 seconds
 
-On machines of your own, the same in each, with its own number (jax fills in all three by itself
-under Slurm and on a TPU pod):
+On machines of your own, in each the same with a number of its own (under Slurm and on a TPU pod jax
+finds all three by itself: there it is `jax.distributed.initialize()`):
 
     python examples/multi_process.py --coordinator host0:1234 --num-processes 2 --process-id 0
 
 A small model learns a linear map from sequences of uneven length; a mean over tokens must weigh
-each device's part by the tokens in it. Where a process does not come, or is lost, the others end
-within two timeouts (`--timeout`), with a message that says which (process 0 is the "leader").
+each device's part by the tokens in it. Where processes do not come, the others end after
+`--timeout` with a message about their number; where one is lost, within twice that, with one that
+names it (jax calls process 0, which the others report to, the leader).
 """
 
 import argparse
@@ -21,7 +22,8 @@ import time
 
 import numpy as np
 
-WINDOWS, EVERY_K, ROWS, LENGTH, WIDTH = 20, 4, 8, 16, 8
+WINDOWS, EVERY_K, LENGTH, WIDTH = 20, 4, 16, 8
+ROWS = 8  # of a micro-batch, on all devices together
 
 
 def main(argv=None):
@@ -36,15 +38,17 @@ def main(argv=None):
         # Before jax gives up, which ends the process without a word about numbers.
         watch = threading.Timer(args.timeout, give_up, [args])
         watch.start()
-        jax.distributed.initialize(
-            args.coordinator,
-            args.num_processes,
-            args.process_id,
-            initialization_timeout=args.timeout + 5,
-            heartbeat_timeout_seconds=args.timeout,
-            shutdown_timeout_seconds=args.timeout,
-        )
-        watch.cancel()
+        try:
+            jax.distributed.initialize(
+                args.coordinator,
+                args.num_processes,
+                args.process_id,
+                initialization_timeout=args.timeout + 5,
+                heartbeat_timeout_seconds=args.timeout,
+                shutdown_timeout_seconds=args.timeout,
+            )
+        finally:
+            watch.cancel()
     train(args)
     return 0
 
@@ -144,7 +148,10 @@ def parse(argv):
     parser.add_argument("--devices-per-process", type=int, default=2, help="where started here")
     parser.add_argument("--timeout", type=int, default=40, help="seconds, for a silent process")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after a micro-step")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if ROWS % args.num_processes:
+        parser.error(f"argument --num-processes: must divide {ROWS} rows, got {args.num_processes}")
+    return args
 
 
 if __name__ == "__main__":

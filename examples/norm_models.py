@@ -106,11 +106,19 @@ class SyncTrainer(Trainer):
         lowered = self.train_step.lower(
             self.params, self.opt_state, (images, labels), model_state=self.rest
         )
-        found = collectives(lowered.compile())
+        compiled = self.compiled[len(images)] = lowered.compile()
+        found = collectives(compiled)
         self.collectives = {
             "each_micro_step": dataclasses.asdict(found.outside),
             "each_boundary": dataclasses.asdict(found.in_conditionals),
         }
+
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    def close_window(self):
+        self.params, self.opt_state, _, self.rest = self.train_step.flush(
+            self.params, self.opt_state, model_state=self.rest
+        )
 
     def micro_step(self, images, labels):
         """Train on one micro-batch; returns the window's loss, NaN off the boundary."""

@@ -28,7 +28,7 @@ def main(argv=None):
     with ocp.CheckpointManager(Path(args.dir).absolute(), item_handlers=handler) as manager:
         done = manager.latest_step() or 0
         if done:
-            params, opt_state = restored(manager)
+            params, opt_state = restored(manager, args.every_k)
             print(f"goes on after {done} micro-batches", flush=True)
         for number in range(done, args.micro_steps):
             params, opt_state, _ = step(params, opt_state, micro_batch(number))
@@ -62,12 +62,11 @@ def micro_batch(number):
     return x, np.sin(x[:, 0])
 
 
-def restored(manager):
-    """The last checkpoint, for as many devices as there are now."""
+def restored(manager, every_k):
+    """The last checkpoint, for the devices and the k of now."""
     saved = manager.item_metadata(manager.latest_step())["opt_state"][-1]
-    num_devices = saved["window_weight"].shape[0]
-    # The k of now may be another, but where it was 1 there is no sum.
-    _, params, opt_state = fresh(1 if saved["window_sum"] is None else 2)
+    num_devices, had_sum = saved["window_weight"].shape[0], saved["window_sum"] is not None
+    _, params, opt_state = fresh(2 if had_sum else 1)  # it is the same for each k from 2
     like = {"params": params, "opt_state": opt_state}
     if num_devices != jax.device_count():
         like["opt_state"] = jax.eval_shape(lambda x: reshard_window(x, num_devices), opt_state)
@@ -76,6 +75,12 @@ def restored(manager):
     state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(like))
     if num_devices != jax.device_count():
         state["opt_state"] = reshard_window(state["opt_state"], jax.device_count())
+    if every_k > 1 and not had_sum:  # nothing is open: go on with an empty window
+        (old,), (_, _, (new,)) = state["opt_state"], fresh(every_k)
+        kept = {
+            name: getattr(old, name) for name in ("gradient_step", "num_skipped", "inner_state")
+        }
+        state["opt_state"] = (new._replace(**kept),)
     return state["params"], state["opt_state"]
 
 

@@ -19,6 +19,7 @@ from optax_accum._window import (
     HandedOn,
     count,
     dtype_like,
+    gathered,
     in_dtypes_of,
     real,
     strongly_typed,
@@ -162,17 +163,13 @@ def accumulate(
         averages = state.extras.get("averages", {})
         _validation.check_averages(averages, averaged)
         accepted, scale = False, 1
-        # Selected, not multiplied, since 0 * NaN is NaN; and before the product too, since the
-        # derivative of an unselected NaN is NaN.
-        select = lambda new, old: new if accepted is True else jnp.where(accepted, new, old)
         if is_micro_step:
             w, scale, value_scale = weights(weight, normalize, window_weight.dtype)
             accepted = weight is None or (w > 0) & (w < jnp.inf)
             if should_skip_update_fn is not None:
                 skip = should_skip_update_fn(gradients, state.gradient_step, params)
                 accepted &= ~_validation.skip_decision(skip)
-            factor = lambda scale: scale if isinstance(scale, int) else select(scale, 1)
-            add = lambda s, x, scale: select(s + times(select(x, 0), factor(scale), s.dtype), s)
+            add = functools.partial(gathered, accepted=accepted)
             averages = {
                 name: add(s, _validation.averaged_arg(name, extra_args, s.dtype), value_scale)
                 for name, s in averages.items()
@@ -183,7 +180,7 @@ def accumulate(
         if not _is_buffered(state, gradients):
             total = jax.tree.map(lambda g: times(g, scale, sum_dtype(g)), gradients)
             if axis_name is not None:  # the other devices' sums go on
-                total = jax.tree.map(lambda s: select(s, 0), total)
+                total = jax.tree.map(lambda s: jnp.where(accepted, s, 0), total)
         return total, window_weight, averages, accepted
 
     def step(gradients, state, params, extra_args, weight=None, flush=False, is_micro_step=True):
@@ -204,9 +201,8 @@ def accumulate(
         elif not always_closes:
             raise ValueError(
                 "a state made with every_k=1 has no buffer to gather a window in, and every_k is"
-                f" {every_k!r} now; carry it over with tx.init(params)._replace(gradient_step="
-                "state.gradient_step, num_skipped=state.num_skipped,"
-                " inner_state=state.inner_state)."
+                f" {every_k!r} now; its window is empty, so make a new state and put into its"
+                " AccumulateState the gradient_step, num_skipped and inner_state of this one."
             )
         may_flush = flush is not False
         if may_flush:
@@ -231,7 +227,7 @@ def accumulate(
             emit_dtype or real(jnp.result_type(g if inside is None else s)), g
         )
         # A window of one: even a subnormal stays what it is.
-        is_alone = not buffered and weight is None and axis_name is None
+        is_alone = is_micro_step and not buffered and weight is None and axis_name is None
 
         def emit(window_weight, averages, filled, total, inner_state):
             """Run `inner` on a whole window."""
@@ -304,7 +300,8 @@ def accumulate(
             num_skipped=count(state.num_skipped, is_micro_step & jnp.logical_not(accepted)),
             window_weight=reopen(window_weight),
             window_sum=total,
-            extras={"averages": jax.tree.map(reopen, averages)} if averages else {},
+            extras=state.extras
+            | ({"averages": jax.tree.map(reopen, averages)} if averages else {}),
             inner_state=inner_state,
         )
         return updates, new_state if axis_name is None else map_own(lambda x: x[None], new_state)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from optax_accum import _validation
+from optax_accum import _call_validation
 
 
 def pool_batch_stats(
@@ -51,7 +51,7 @@ def pool_batch_stats(
       Chan, Golub and LeVeque, 1983, Algorithms for Computing the Sample Variance.
     """
     means, variances = jnp.asarray(means), jnp.asarray(variances)
-    _validation.check_statistics(means, variances, counts)
+    _call_validation.check_statistics(means, variances, counts)
     wide = jnp.float64 if jnp.float64 in (means.dtype, variances.dtype) else jnp.float32
     means_, variances_ = means.astype(wide), variances.astype(wide)
     counts = jnp.asarray(counts, wide)  # not int32, which ends at 2**31
@@ -94,7 +94,7 @@ def pool_batch_collections(collections: Sequence[Any], counts: jax.typing.ArrayL
       >>> print(running["norm"]["mean"], running["norm"]["var"])
       [1.5] [7.25]
     """
-    _validation.check_collections(collections)
+    _call_validation.check_collections(collections)
     leaves, treedef = tree_flatten_with_path(collections[0])
     stacked = [jnp.stack(same) for same in zip(*map(jax.tree.leaves, collections), strict=True)]
     by_names = {_names(path): leaf for (path, _), leaf in zip(leaves, stacked, strict=True)}

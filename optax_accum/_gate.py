@@ -21,7 +21,7 @@ def gate(predicate: Any, emit: Callable, hold: Callable, *operands: Any) -> Any:
 
 
 def emit_or_hold(
-    predicate: Any, emit: Callable, total: optax.Updates, inner_state: Any, buffered: bool
+    predicate: Any, emit: Callable, total: Any, inner_state: Any, buffered: bool
 ) -> tuple[optax.Updates, optax.Updates, Any]:
     """Run `updates, inner_state = emit(total, inner_state)` and empty `total`, or do neither.
 

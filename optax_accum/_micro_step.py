@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_accum import _validation
+from optax_accum import _call_validation, _validation
 from optax_accum._axis import varying
 from optax_accum._chain import Accumulator
-from optax_accum._state import AccumulateState, has_updated
+from optax_accum._state import AccumulateState, accumulate_states, has_updated, is_open
 
 
 class _Held(NamedTuple):
@@ -55,28 +55,35 @@ class MicroStep:
     def run(self, params, opt_state, batch, rng, model_state):
         """Take a micro-batch; returns params, state, metrics and the new model state, if any."""
         state, axis_name = accumulate_state(opt_state), self.accumulator.axis_name
-        own = self._own(state, model_state)
-        args = (own,) * self.model_state + (batch,) + (self._key(rng, state),) * self.rng
+        own = self._own(opt_state, model_state)
+        args = [own] if self.model_state else []
+        args += [batch]
+        args += [self._key(rng, state)] if self.rng else []
         (loss, (new_own, aux)), gradients = jax.value_and_grad(self._loss, has_aux=True)(
             params if axis_name is None else varying(params, axis_name), *args
         )
         if self.weight_fn is not None:
             weight = self.weight_fn(batch)
-        elif state.window_sum is None and axis_name is None:
+        elif (
+            state.window_sum is None
+            and axis_name is None
+            and not accumulate_states(state.inner_state)
+        ):
             weight = None  # a window of one has nothing to weigh
         else:
-            weight = _validation.check_batch(batch)
+            weight = _call_validation.check_batch(batch)
         update = functools.partial(self.update, gradients, weight=weight, value=loss)
         params, opt_state, metrics, *rest = self._behind_gate(
             update, params, opt_state, own, new_own, model_state
         )
         if self.has_aux:
-            metrics["aux"] = aux if axis_name is None else jax.tree.map(lambda x: x[None], aux)
+            with_axis = lambda x: jnp.expand_dims(x, 0)
+            metrics["aux"] = aux if axis_name is None else jax.tree.map(with_axis, aux)
         return params, opt_state, metrics, *rest
 
     def flush(self, params, opt_state, model_state):
         """Close the window without a micro-batch."""
-        own = self._own(accumulate_state(opt_state), model_state)
+        own = self._own(opt_state, model_state)
         update = functools.partial(
             self.accumulator.step, params, extra_args={}, flush=True, is_micro_step=False
         )
@@ -124,31 +131,35 @@ class MicroStep:
         args = jax.tree.map(lambda x: x, args)
         value, new_state, aux = self.loss_fn(params, *args), None, None
         if self.has_aux or self.model_state:
-            value, beside = _validation.pair("loss_fn", value)
+            value, beside = _call_validation.pair("loss_fn", value)
             if self.has_aux and self.model_state:
-                new_state, aux = _validation.pair("what loss_fn returns beside the loss", beside)
+                new_state, aux = _call_validation.pair(
+                    "what loss_fn returns beside the loss", beside
+                )
             else:
                 new_state, aux = (beside, None) if self.model_state else (None, beside)
         if self.model_state:
-            _validation.check_same_model_state(new_state, args[0])
-        return _validation.loss(value), (new_state, aux)
+            _call_validation.check_returned("model_state", new_state, args[0])
+        return _call_validation.loss(value), (new_state, aux)
 
     def _key(self, rng, state):
         """The key of this micro-batch on this device."""
         if not self.rng:
             return None
         axis_name = self.accumulator.axis_name
-        places = [state.gradient_step, state.micro_step]
+        # The skipped ones too: a window of them alone is no gradient step.
+        places = [state.gradient_step, state.num_skipped.reshape([]), state.micro_step]
         places += [] if axis_name is None else [lax.axis_index(axis_name)]
         return functools.reduce(jax.random.fold_in, places, rng)
 
-    def _own(self, state, model_state):
+    def _own(self, opt_state, model_state):
         """This device's model state, which begins each window with that of all."""
         if not self.model_state or self.accumulator.axis_name is None:
             return model_state
+        is_begun = is_open(opt_state)
         return jax.tree.map(
-            lambda own, shared: jnp.where(state.micro_step == 0, shared, own[0]),
-            state.extras["model_state"],
+            lambda own, shared: jnp.where(is_begun, own[0], shared),
+            accumulate_state(opt_state).extras["model_state"],
             model_state,
         )
 

@@ -58,7 +58,7 @@ def state_specs(opt_state: Any, axis_name: AxisName, param_specs: Any = None) ->
             inner_state=of_shared(state.inner_state),
         )
 
-    _check_has_own(opt_state, axis_name)
+    _check_has_own(opt_state)
     return of_shared(opt_state)
 
 
@@ -66,7 +66,8 @@ def reshard_window(opt_state: Any, num_devices: int) -> Any:
     """Carry an open window to another number of devices, between two micro-steps.
 
     The sums of all devices are added up, and handed to the first of the new ones: the next update
-    is what it would have been, to rounding. Call it outside `shard_map` and `pmap`, say on a
+    is what it would have been, to rounding. A train step's `model_state` within the window goes to
+    each of them, as the mean over the old ones. Call it outside `shard_map` and `pmap`, say on a
     checkpoint that was restored.
 
     Args:
@@ -88,16 +89,25 @@ def reshard_window(opt_state: Any, num_devices: int) -> Any:
     """
     if not isinstance(num_devices, int) or isinstance(num_devices, bool) or num_devices < 1:
         raise ValueError(f"num_devices must be an int of at least 1, got {num_devices!r}.")
-    _check_has_own(opt_state, "axis_name")
+    _check_has_own(opt_state)
 
     def hand_over(x):
         total = jnp.sum(x, axis=0, keepdims=True, dtype=x.dtype)
         return jnp.pad(total, [(0, num_devices - 1)] + [(0, 0)] * (x.ndim - 1))
 
+    def share_out(x):
+        """Statistics, which devices have a mean of, not a sum; of counters they have one value."""
+        is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+        shared = jnp.mean(x, axis=0, dtype=x.dtype) if is_inexact else jnp.max(x, axis=0)
+        return jnp.broadcast_to(shared, (num_devices, *shared.shape))
+
     def of_state(state):
         if not _is_accumulator(state):
             return state
         carried = map_own(hand_over, state) if jnp.ndim(state.window_weight) else state
+        if "model_state" in state.extras:
+            own = jax.tree.map(share_out, state.extras["model_state"])
+            carried = carried._replace(extras={**carried.extras, "model_state": own})
         inner = jax.tree.map(of_state, state.inner_state, is_leaf=_is_accumulator)
         return carried._replace(inner_state=inner)
 
@@ -112,10 +122,10 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def _check_has_own(opt_state: Any, axis_name: AxisName) -> None:
+def _check_has_own(opt_state: Any) -> None:
     states = filter(_is_accumulator, jax.tree.leaves(opt_state, is_leaf=_is_accumulator))
     if not any(jnp.ndim(state.window_weight) for state in states):
         raise ValueError(
             "opt_state must be that of an accumulate(..., axis_name=...), and hold sums of each"
-            f" device's own; got none for {axis_name!r}."
+            f" device's own; got a {type(opt_state).__name__} without."
         )

@@ -17,7 +17,7 @@ class AccumulateState(NamedTuple):
     num_skipped: jax.Array  # int32 [], micro-steps rejected or without weight, since init
     window_weight: jax.Array  # W, float32 or float64 [], 0 in an empty window
     window_sum: optax.Updates | None  # S in the accumulator dtype, or None where every_k=1
-    extras: dict[str, Any]  # sums of the averaged extra args; {} where there are none
+    extras: dict[str, Any]  # "averages": sums of averaged extra args; a train step's "model_state"
     inner_state: optax.OptState
 
 
@@ -52,7 +52,7 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
       False
       True
     """
-    states = _accumulate_states(opt_state)
+    states = accumulate_states(opt_state)
     if not states:
         raise ValueError(
             "opt_state must hold an AccumulateState, from accumulate or chain; got a"
@@ -60,12 +60,20 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
         )
     emitted = jnp.zeros([], jnp.bool_)
     for state in states:
-        inside = _accumulate_states(state.inner_state)
+        inside = accumulate_states(state.inner_state)
         emitted |= state.emitted & has_updated(state.inner_state) if inside else state.emitted
     return emitted
 
 
-def _accumulate_states(tree: Any) -> list[AccumulateState]:
+def is_open(opt_state: optax.OptState) -> jax.Array:
+    """Whether a window of the outermost accumulators, or inside them, has begun."""
+    opened = jnp.zeros([], jnp.bool_)
+    for state in accumulate_states(opt_state):
+        opened |= (state.micro_step > 0) | is_open(state.inner_state)
+    return opened
+
+
+def accumulate_states(tree: Any) -> list[AccumulateState]:
     """The outermost accumulator states of a tree."""
     is_state = lambda node: isinstance(node, AccumulateState)
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_state) if is_state(leaf)]

@@ -10,7 +10,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optax_accum import _validation
+from optax_accum import _call_validation, _validation
 from optax_accum._axis import axis_names
 from optax_accum._chain import accumulator_in
 from optax_accum._micro_step import MicroStep, accumulate_state, applying, with_extras
@@ -56,17 +56,18 @@ def make_train_step(
     Returns:
       `step`, with `opt_state = step.init(params)` and
 
-          params, opt_state, metrics = step(params, opt_state, batch, rng=None, model_state=None)
+          params, opt_state, metrics = step(params, opt_state, batch, *, rng=None, model_state=None)
 
       and with `model_state` a fourth value, the new one. Arrays in `batch` have the example axis
       first, which the devices share out between them as it lies. `params` and `opt_state` are
       donated: use what is returned. `metrics` is a dict of
 
       - `loss`: float32 [], Σ wᵢ lossᵢ / Σ wᵢ of the window that this call closed, over all
-        devices; NaN off the boundary.
+        devices; NaN in all other calls.
       - `grad_norm`: float32 [], the norm of the window's mean gradient as the inner transformations
-        receive it, before they clip it; NaN off the boundary.
-      - `micro_step`, `gradient_step`, `emitted`: of the state after the call.
+        receive it, before they clip it; NaN in all other calls.
+      - `micro_step`, `gradient_step`, `emitted`: of the state after the call; of windows inside
+        each other the counters are the outer one's.
       - `aux`: of this micro-batch; on a mesh with a leading axis of devices.
 
       On a mesh each device's `model_state` goes its own way within a window; the boundary takes
@@ -104,8 +105,8 @@ def make_train_step(
             f" step applies its updates; got {type(tx).__name__}. Where they are inside another"
             " transformation, write the step with tx.update and optax.apply_updates."
         )
-    _validation.check_averages_of_step(accumulator.averaged)
-    _validation.check_mesh(mesh, accumulator.axis_name)
+    _call_validation.check_averages_of_step(accumulator.averaged)
+    _call_validation.check_mesh(mesh, accumulator.axis_name)
     tx = accumulator.wrapped(applying, ("value",))
     accumulator = accumulator_in(tx)
     assert accumulator is not None
@@ -145,6 +146,8 @@ class TrainStep:
         """
         if model_state is not None:
             self._check_model_state(model_state)
+        if self._mesh is not None:
+            _call_validation.check_shared_params(params, self._axis_name)
         return self._state_on_mesh(self._compiled_init(self._on_mesh(params)), model_state)
 
     def __call__(
@@ -192,31 +195,31 @@ class TrainStep:
         )
 
     def _arguments(self, params, opt_state, batch, rng, model_state):
-        _validation.check_given("rng", rng, self._micro_step.rng)
+        _call_validation.check_given("rng", rng, self._micro_step.rng)
         self._check_model_state(model_state)
-        num_examples = _validation.check_batch(batch)
+        num_examples = _call_validation.check_batch(batch)
         if self._mesh is not None:
-            _validation.check_divides(num_examples, self._num_devices(), self._axis_name)
+            _call_validation.check_divides(num_examples, self._num_devices(), self._axis_name)
         return (
             self._on_mesh(params),
             self._state_on_mesh(opt_state, model_state),
-            self._on_mesh(batch, self._own),
+            self._split(batch),
             rng,
             self._on_mesh(model_state),
         )
 
     def _check_model_state(self, model_state):
-        _validation.check_given("model_state", model_state, self._micro_step.model_state)
-        _validation.check_no_keys("model_state", model_state)
+        _call_validation.check_given("model_state", model_state, self._micro_step.model_state)
+        _call_validation.check_no_keys("model_state", model_state)
 
     def _state_on_mesh(self, opt_state, model_state):
         """The state on its devices, with room for the model state that each has within a window."""
         state = accumulate_state(opt_state)
-        _validation.check_made_by_step(state.extras)
+        _call_validation.check_made_by_step(state.extras)
         if self._mesh is None:
             return opt_state
         size = self._num_devices()
-        _validation.check_size(state.window_weight, size, self._axis_name)
+        _call_validation.check_size(state.window_weight, size, self._axis_name)
         if model_state is not None and "model_state" not in state.extras:
             spread = lambda x: jnp.broadcast_to(x, (size, *jnp.shape(x)))
             opt_state = with_extras(opt_state, model_state=jax.tree.map(spread, model_state))
@@ -232,6 +235,20 @@ class TrainStep:
         sharding = NamedSharding(self._mesh, spec)
         place = lambda x: x if self._is_on_mesh(x) else jax.device_put(x, sharding)
         return jax.tree.map(place, tree)
+
+    def _split(self, batch):
+        """The batch, shared out between the devices along its first axis, where it is not yet."""
+        if self._mesh is None:
+            return batch
+        sharding = NamedSharding(self._mesh, self._own)
+
+        def is_split(x):
+            if isinstance(x, Tracer | jax.ShapeDtypeStruct):
+                return True
+            spec = getattr(x.sharding, "spec", ()) if self._is_on_mesh(x) else ()
+            return len(spec) > 0 and set(axis_names(self._axis_name)) <= set(axis_names(spec[0]))
+
+        return jax.tree.map(lambda x: x if is_split(x) else jax.device_put(x, sharding), batch)
 
     def _is_on_mesh(self, x):
         if isinstance(x, Tracer | jax.ShapeDtypeStruct):
@@ -267,7 +284,9 @@ class TrainStep:
     def _flush_specs(self, params, opt_state, model_state):
         specs = state_specs(opt_state, self._axis_name)
         out = (_SHARED, specs, dict.fromkeys(_METRICS, _SHARED))
-        return (_SHARED, specs, _SHARED), out + (_SHARED,) * self._micro_step.model_state
+        if self._micro_step.model_state:
+            out = (*out, _SHARED)
+        return (_SHARED, specs, _SHARED), out
 
     def _run_specs(self, params, opt_state, batch, rng, model_state):
         (_, specs, _), (_, _, metrics, *new) = self._flush_specs(params, opt_state, model_state)

@@ -7,10 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_flatten_with_path
-
-from optax_accum._axis import axis_names
 
 _State = TypeVar("_State")
 Schedule = Callable[[jax.Array], jax.typing.ArrayLike]
@@ -36,8 +33,8 @@ def check_every_k(every_k: Any) -> None:
 
 def scheduled_k(every_k: Any) -> jax.Array:
     """The k that a schedule's value asks for: rounded, an int32 of at least 1."""
-    dtype = jnp.result_type(every_k) if _is_arraylike(every_k) else None
-    if dtype is None or jnp.shape(every_k) or not _is_real(dtype):
+    dtype = jnp.result_type(every_k) if is_arraylike(every_k) else None
+    if dtype is None or jnp.shape(every_k) or not is_real(dtype):
         raise ValueError(
             "every_k as a schedule must return a real number (a scalar) for a gradient step,"
             f" got {every_k!r}."
@@ -166,13 +163,13 @@ def check_averages(averages: dict[str, Any], names: Iterable[str]) -> None:
 
 def scalar(name: str, value: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
     """`value` as a scalar array of `dtype`: real numbers for a float dtype, bools for bool."""
-    source = jnp.result_type(value) if _is_arraylike(value) else None
+    source = jnp.result_type(value) if is_arraylike(value) else None
     wants_bool = jnp.dtype(dtype) == jnp.bool_
     rule = "a bool scalar" if wants_bool else "a real scalar"
     if source is None:
         raise ValueError(f"{name} must be {rule}, got {value!r}.")
     # A bool is a number too: a mask's True weighs one.
-    valid = source == jnp.bool_ or (not wants_bool and _is_real(source))
+    valid = source == jnp.bool_ or (not wants_bool and is_real(source))
     if jnp.shape(value) or not valid:
         raise ValueError(
             f"{name} must be {rule}, got dtype {source.name} and shape {jnp.shape(value)}."
@@ -193,11 +190,11 @@ def averaged_arg(name: str, extra_args: dict[str, Any], dtype: Any) -> jax.Array
 def check_inexact(tree: Any, what: str) -> None:
     """Require floating or complex leaves, which alone have gradients to sum."""
     for path, leaf in tree_flatten_with_path(tree)[0]:
-        if not jnp.issubdtype(_dtype(leaf), jnp.inexact):
+        if not jnp.issubdtype(dtype_of(leaf), jnp.inexact):
             raise ValueError(
                 f"{what} must be floating or complex to be accumulated (leave other leaves out"
                 f" with optax.masked or optax.partition); {what}{keystr(path)} has dtype"
-                f" {_dtype(leaf)}."
+                f" {dtype_of(leaf)}."
             )
 
 
@@ -226,7 +223,7 @@ def check_gradients(name: str, gradients: Any, window_sum: Any, any_width: bool)
                 f"{name} must have the shapes of the params that init was given; {where} has"
                 f" shape {jnp.shape(gradient)}, its parameter {total.shape}."
             )
-        dtype = _dtype(gradient)
+        dtype = dtype_of(gradient)
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
         too_wide = is_complex and not jnp.issubdtype(total.dtype, jnp.complexfloating)
         too_wide |= not any_width and jnp.promote_types(dtype, total.dtype) != total.dtype
@@ -264,175 +261,6 @@ def check_not_passed(function: str, extra_args: dict[str, Any], names: Iterable[
             )
 
 
-def check_statistics(means: jax.Array, variances: jax.Array, counts: Any) -> None:
-    """Require stacked statistics and a count for each."""
-    for name, x in (("means", means), ("variances", variances)):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{name} must be floating, got dtype {x.dtype}.")
-    counts_dtype = jnp.result_type(*jax.tree.leaves(counts), jnp.int8)
-    if not _is_real(counts_dtype):
-        raise ValueError(f"counts must be real, got dtype {counts_dtype}.")
-    counts_shape = (len(counts),) if isinstance(counts, list | tuple) else jnp.shape(counts)
-    is_stacked = means.ndim and len(means) and means.shape == variances.shape
-    if not is_stacked or counts_shape != means.shape[:1]:
-        raise ValueError(
-            "means and variances must have one shape (k, ...) and counts the shape (k,), k >= 1;"
-            f" got {means.shape}, {variances.shape} and {counts_shape}."
-        )
-
-
-def check_collections(collections: Any) -> None:
-    """Require a sequence of trees of one structure and of one shape for each leaf."""
-    is_sequence = isinstance(collections, tuple | list)
-    if not is_sequence or not collections:
-        raise ValueError(
-            "collections must be a list or tuple of one collection for each micro-batch, got"
-            f" {'an empty one' if is_sequence else type(collections).__name__}."
-        )
-    shapes = [
-        {keystr(path): jnp.shape(leaf) for path, leaf in tree_flatten_with_path(collection)[0]}
-        for collection in collections
-    ]
-    for i, (collection, each) in enumerate(zip(collections, shapes, strict=True)):
-        differ = sorted(p for p in {*each, *shapes[0]} if each.get(p) != shapes[0].get(p))
-        if differ:
-            raise ValueError(
-                f"collections must have one structure and one shape for each leaf;"
-                f" {differ[0]} has {shapes[0].get(differ[0], 'no leaf')} in collections[0] and"
-                f" {each.get(differ[0], 'no leaf')} in collections[{i}]."
-            )
-        if jax.tree.structure(collection) != jax.tree.structure(collections[0]):
-            raise ValueError(
-                f"collections must have one structure; collections[{i}] has the leaves of"
-                " collections[0] in other containers."
-            )
-
-
-def check_batch(batch: Any) -> int:
-    """Require arrays with one example axis, the first; returns the number of examples."""
-    sizes = {}
-    for path, leaf in tree_flatten_with_path(batch)[0]:
-        if not jnp.ndim(leaf):
-            raise ValueError(
-                "batch must hold arrays with the example axis first;"
-                f" batch{keystr(path)} is the scalar {leaf!r}."
-            )
-        sizes[f"batch{keystr(path)}"] = len(leaf)
-    if len(set(sizes.values())) != 1 or not min(sizes.values()):
-        raise ValueError(f"batch must hold one number of examples in all its arrays, got {sizes}.")
-    return min(sizes.values())
-
-
-def check_mesh(mesh: Any, axis_name: Any) -> None:
-    """Require a mesh with the axis that `tx` reduces over, or neither."""
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise ValueError(f"mesh must be a jax.sharding.Mesh or None, got {mesh!r}.")
-    if (mesh is None) != (axis_name is None):
-        raise ValueError(
-            "mesh goes with a tx that reduces over one of its axes, accumulate(k, axis_name=...);"
-            f" got mesh={mesh!r} and axis_name={axis_name!r}."
-        )
-    if mesh is not None and not set(axis_names(axis_name)) <= set(mesh.axis_names):
-        raise ValueError(
-            f"mesh must have the axis that tx reduces over, axis_name={axis_name!r}; its axes are"
-            f" {mesh.axis_names}."
-        )
-
-
-def check_averages_of_step(names: frozenset[str]) -> None:
-    """Require that a train step can give all that its `tx` averages."""
-    if names - {"value"}:
-        raise ValueError(
-            "average_extra_args of tx may name 'value' alone in a train step, which passes its"
-            f" loss as such; got {sorted(names)}."
-        )
-
-
-def check_made_by_step(extras: dict[str, Any]) -> None:
-    """Require a state with room for the losses of a window."""
-    if "value" not in extras.get("averages", {}):
-        raise ValueError(
-            "opt_state must come from step.init(params), which sums the losses of a window too; got"
-            f" one that averages {sorted(extras.get('averages', {})) or 'nothing'}, as tx.init"
-            " makes it."
-        )
-
-
-def check_given(name: str, value: Any, is_expected: bool) -> None:
-    """Require an argument of a train step where it was announced, and there alone."""
-    if (value is not None) != is_expected:
-        got = "none" if value is None else f"a {type(value).__name__}"
-        raise ValueError(
-            f"{name} must be passed to a step made with {name}=True, and to no other; got {got} and"
-            f" {name}={is_expected}."
-        )
-
-
-def check_no_keys(name: str, tree: Any) -> None:
-    """Require arrays of which a mean or a maximum over devices can be taken."""
-    for path, leaf in tree_flatten_with_path(tree)[0]:
-        if jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
-            raise ValueError(
-                f"{name} must hold no random keys, of which devices have no mean; {name}"
-                f"{keystr(path)} is one. Make the step with rng=True, and pass it as rng=."
-            )
-
-
-def check_size(window_weight: Any, num_devices: int, axis_name: Any) -> None:
-    """Require a state that was made for so many devices."""
-    if jnp.shape(window_weight) != (num_devices,):
-        raise ValueError(
-            f"opt_state must be that of the {num_devices} devices along axis_name={axis_name!r};"
-            f" got one for {jnp.size(window_weight)}. Carry it over with"
-            f" optax_accum.reshard_window(opt_state, {num_devices})."
-        )
-
-
-def check_divides(num_examples: int, num_devices: int, axis_name: Any) -> None:
-    """Require a number of examples that the devices share out evenly."""
-    if num_examples % num_devices:
-        raise ValueError(
-            f"batch must hold a number of examples that the {num_devices} devices along"
-            f" axis_name={axis_name!r} divide, got {num_examples}. Fill it up, and give what fills"
-            " it the weight 0 in loss_fn and weight_fn."
-        )
-
-
-def pair(name: str, value: Any) -> tuple[Any, Any]:
-    """Two values."""
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        raise ValueError(f"{name} must be a pair, got {_shapes(value)}.")
-    return value[0], value[1]
-
-
-def loss(value: Any) -> Any:
-    """A real floating scalar."""
-    is_floating = _is_arraylike(value) and jnp.issubdtype(jnp.result_type(value), jnp.floating)
-    if not is_floating or jnp.shape(value):
-        raise ValueError(
-            f"loss_fn's loss must be a real floating scalar, got {_shapes(value)}. With a second"
-            " value make the step with has_aux=True or model_state=True."
-        )
-    return value
-
-
-def check_same_model_state(new_state: Any, old_state: Any) -> None:
-    """Require a model state that keeps its tree, its shapes and its dtypes."""
-    new, new_def = tree_flatten_with_path(new_state)
-    old, old_def = tree_flatten_with_path(old_state)
-    if new_def != old_def:
-        raise ValueError(
-            "loss_fn must return the model_state with the tree that it was given,"
-            f" {old_def}; got {new_def}."
-        )
-    for (path, n), (_, o) in zip(new, old, strict=True):
-        if jnp.shape(n) != jnp.shape(o) or _dtype(n) != _dtype(o):
-            raise ValueError(
-                "loss_fn must return the model_state with the shapes and dtypes that it was given;"
-                f" model_state{keystr(path)} goes from {_shapes(o)} to {_shapes(n)}."
-            )
-
-
 def check_same_structure(new_state: Any, old_state: Any) -> None:
     """Require an inner transformation whose state keeps its tree, and its real leaves real."""
     new, new_def = tree_flatten_with_path(new_state)
@@ -443,30 +271,27 @@ def check_same_structure(new_state: Any, old_state: Any) -> None:
             f" gives {old_def} and its update {new_def}."
         )
     for (path, n), (_, o) in zip(new, old, strict=True):
-        is_complex = [jnp.issubdtype(_dtype(x), jnp.complexfloating) for x in (n, o)]
+        is_complex = [jnp.issubdtype(dtype_of(x), jnp.complexfloating) for x in (n, o)]
         if jnp.shape(n) != jnp.shape(o) or is_complex[0] > is_complex[1]:
             raise ValueError(
                 "inner must keep the shapes of its state, and real leaves real;"
-                f" inner_state{keystr(path)} goes from {_dtype(o)}{list(jnp.shape(o))} in init to"
-                f" {_dtype(n)}{list(jnp.shape(n))} in update."
+                f" inner_state{keystr(path)} goes from {dtype_of(o)}{list(jnp.shape(o))} in init to"
+                f" {dtype_of(n)}{list(jnp.shape(n))} in update."
             )
 
 
-def _is_arraylike(value: Any) -> bool:
+def is_arraylike(value: Any) -> bool:
+    """Whether it is an array or a number."""
     return isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
 
 
-def _shapes(tree: Any) -> str:
-    """A value for a message: arrays by dtype and shape."""
-    show = lambda x: f"{_dtype(x)}{list(jnp.shape(x))}" if _is_arraylike(x) else repr(x)
-    return str(jax.tree.map(show, tree)).replace("'", "")
-
-
-def _is_real(dtype: Any) -> bool:
+def is_real(dtype: Any) -> bool:
+    """Whether it is a dtype of real numbers."""
     return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
 
 
-def _dtype(leaf: Any) -> Any:
+def dtype_of(leaf: Any) -> Any:
+    """The dtype that jax computes with."""
     dtype = getattr(leaf, "dtype", None)
     is_numpys = dtype is None or (isinstance(leaf, np.ndarray | np.generic) and dtype.kind in "fc")
     return jnp.result_type(leaf) if is_numpys else dtype  # float64 is float32 without x64

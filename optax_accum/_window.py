@@ -29,6 +29,15 @@ def weights(weight: Any, normalize: str, dtype: Any) -> tuple[Any, Any, Any]:
     return weight, scale, scale
 
 
+def gathered(total: Any, x: Any, scale: Any, accepted: Any) -> Any:
+    """`total + scale * x`, or `total` where the micro-step is not accepted."""
+    # Selected, not multiplied, since 0 * NaN is NaN; and before the product too, since the
+    # derivative of an unselected NaN is NaN.
+    select = lambda new, old: new if accepted is True else jnp.where(accepted, new, old)
+    factor = scale if isinstance(scale, int) else select(scale, 1)
+    return select(total + times(select(x, 0), factor, total.dtype), total)
+
+
 def times(x: Any, factor: Any, dtype: Any) -> jax.Array:
     """`x * factor` in `dtype`, computed no narrower than float32."""
     wide = jnp.promote_types(jnp.promote_types(jnp.result_type(x), dtype), jnp.float32)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from optax_accum import _validation
+from optax_accum import _call_validation, _validation
 from optax_accum._collectives import (
     CollectiveCount as CollectiveCount,
     Collectives as Collectives,
@@ -81,7 +81,7 @@ def assert_window_equivalence(
       Traceback (most recent call last):
       AssertionError: ...
     """
-    size = _validation.check_batch(batch)
+    size = _call_validation.check_batch(batch)
     is_int = isinstance(num_microbatches, int | np.integer) and not isinstance(
         num_microbatches, bool
     )

@@ -1,5 +1,6 @@
 """Nothing is lost: law 8 with Orbax, another k, another number of devices, and SIGKILL."""
 
+import itertools
 import os
 import random
 import re
@@ -16,6 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType
 
+import resume as example
 from optax_accum import accumulate, chain, make_train_step
 
 MESH = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
@@ -102,10 +104,30 @@ def finished(process):
     return re.search(r"parameters (\w+)", out)[1]
 
 
+def test_a_run_goes_on_under_another_k_and_on_other_devices(tmp_path):
+    for micro_steps, k, devices in ((3, 1, 2), (6, 4, 2), (8, 4, 4), (16, 4, 1)):
+        options = ["--micro-steps", micro_steps, "--every-k", k]
+        finished(resume("--dir", tmp_path, *options, devices=devices))
+    handler = ocp.StandardCheckpointHandler()
+    with ocp.CheckpointManager(tmp_path, item_handlers=handler) as manager:
+        params = manager.restore(16)["params"]
+
+    # Three windows of one, three of four, and one that is open.
+    ends, inner = [1, 2, 3, 7, 11, 15], optax.adamw(1e-2)
+    _, want, _ = example.fresh(4)
+    inner_state = inner.init(want)
+    for first, last in itertools.pairwise([0, *ends]):
+        batch = map(np.concatenate, zip(*map(example.micro_batch, range(first, last)), strict=True))
+        gradients = jax.grad(example.loss_fn)(want, tuple(batch))
+        updates, inner_state = inner.update(gradients, inner_state, want)
+        want = optax.apply_updates(want, updates)
+    chex.assert_trees_all_close(params, jax.device_get(want), rtol=1e-4)
+
+
 def test_a_run_that_is_killed_ten_times_ends_as_one_that_is_not(tmp_path):
     micro_steps = 60
     uninterrupted = resume("--dir", tmp_path / "whole", "--micro-steps", micro_steps)
-    rng, last, starts = random.Random(0), 0, []
+    rng, starts = random.Random(0), []
     for _ in range(10):
         process = resume("--dir", tmp_path / "cut", "--micro-steps", micro_steps)
         steps_to_live = rng.randint(2, 5)

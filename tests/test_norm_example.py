@@ -87,12 +87,29 @@ def test_frozen_statistics_stay_and_make_the_window_exact():
 
 
 @pytest.mark.parametrize(
-    ("norm", "exact"), [("group", True), ("layer", True), ("batch", False), ("batch-pooled", False)]
+    ("norm", "exact"),
+    [("group", True), ("layer", True), ("batch", False), ("batch-pooled", False)],
 )
 def test_only_batch_norm_sees_the_micro_batch(norm, exact):
     start = lambda arm, tx: example.new_trainer(norm, arm, tx, IMAGES, seed=0)
     difference = first_update_max_diff(start, SMALL, IMAGES, np.arange(64))
     assert difference < 1e-5 if exact else difference > 1e-3
+
+
+def test_synchronised_over_eight_devices_it_is_the_big_batch():
+    synced = train(example.new_trainer("batch-sync", BIG, optax.sgd(1.0), IMAGES, seed=0))
+    big = train(new_trainer("batch", BIG, rate=1.0))
+    differences = jax.tree.map(
+        lambda a, b: np.abs(np.asarray(a) - np.asarray(b)).max(),
+        (synced.params, synced.rest),
+        (big.params, big.rest),
+    )
+    assert max(jax.tree.leaves(differences)) < 1e-4
+    ours = synced.evaluate(IMAGES.test_images, IMAGES.test_labels)
+    assert ours == pytest.approx(big.evaluate(IMAGES.test_images, IMAGES.test_labels), rel=1e-3)
+    part = slice(0, 64)
+    synced.compile(IMAGES.train_images[part], IMAGES.train_labels[part])
+    assert synced.collectives["each_micro_step"]["count"] > 7  # that many layers, and backward
 
 
 # The command.
@@ -208,5 +225,5 @@ def test_a_wrong_argument_is_named(capsys, argv, message):
 
 def test_a_full_run_has_three_seeds_of_every_norm_and_size():
     cells = example.grid(example.parse_args(["--full"]))
-    assert len(cells) == len(set(cells)) == 3 * (3 * 6 + 2 * 2)
+    assert len(cells) == len(set(cells)) == 3 * (3 * 6 + 3 * 2)
     assert {cell.arm.effective_batch for cell in cells} == {64}

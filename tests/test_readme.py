@@ -17,10 +17,11 @@ from optax_accum import accumulate, chain
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "examples" / "results"
 README = (ROOT / "README.md").read_text()
+EXAMPLES = (ROOT / "examples" / "README.md").read_text()
 
 
 def test_the_snippets_run_one_after_the_other():
-    snippets = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    snippets = re.findall(r"```python\n(.*?)```", README + EXAMPLES, re.DOTALL)
     assert len(snippets) >= 3
     namespace = {}
     for i, snippet in enumerate(snippets):
@@ -33,14 +34,15 @@ def test_the_readme_is_short_and_names_every_file_of_the_package():
         assert f"`optax_accum/{file.name}`" in README
 
 
-def test_pictures_and_links_lead_somewhere():
-    headings = re.findall(r"^#+ (.*)$", README, re.MULTILINE)
+@pytest.mark.parametrize(("text", "folder"), [(README, ROOT), (EXAMPLES, ROOT / "examples")])
+def test_pictures_and_links_lead_somewhere(text, folder):
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
-    for target in re.findall(r"\]\(([^)]+)\)", README):
+    for target in re.findall(r"\]\(([^)]+)\)", text):
         if target.startswith("#"):
             assert target[1:] in anchors
         else:
-            assert (ROOT / target).is_file(), target
+            assert (folder / target).is_file(), target
 
 
 def test_all_that_is_exported_is_documented():

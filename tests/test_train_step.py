@@ -13,7 +13,14 @@ from flax import nnx
 from hypothesis import given, settings, strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from optax_accum import accumulate, chain, has_updated, make_train_step, reshard_window
+from optax_accum import (
+    AccumulateState,
+    accumulate,
+    chain,
+    has_updated,
+    make_train_step,
+    reshard_window,
+)
 from optax_accum.testing import collectives
 
 N = 8
@@ -33,6 +40,12 @@ def loss_fn(params, x):
 def on_mesh(k, *inner, axis_name="data", mesh=MESH, loss_fn=loss_fn, **options):
     tx = chain(accumulate(k, axis_name=axis_name), *inner)
     return make_train_step(loss_fn, tx, mesh=mesh, **options)
+
+
+def without_emitted(state):
+    is_ours = lambda x: isinstance(x, AccumulateState)
+    drop = lambda x: x._replace(emitted=None) if is_ours(x) else x
+    return jax.tree.map(drop, state, is_leaf=is_ours)
 
 
 def train(step, batches, **keywords):
@@ -197,7 +210,7 @@ def test_every_k_1_is_the_inner_transformation_to_the_bit():
     state = inner.init(want)
     for x in X:
         want, state = plain(want, state, x)
-    chex.assert_trees_all_close(params, want, rtol=1e-6)
+    chex.assert_trees_all_equal(params, want)
     assert all(row["emitted"] and row["micro_step"] == 0 for row in rows)
 
 
@@ -212,11 +225,24 @@ def test_flush_closes_a_short_window_and_an_empty_one_changes_nothing(place):
     chex.assert_trees_all_close(params, want, rtol=1e-5)
     np.testing.assert_allclose((metrics["loss"], metrics["grad_norm"]), (loss, norm), rtol=1e-5)
     assert metrics["emitted"]
+    before = jax.device_get((params, state))
+    params, state, metrics = step.flush(params, state)
+    chex.assert_trees_all_equal((params, without_emitted(state)), without_emitted(before))
+    assert not metrics["emitted"]
+    assert metrics["gradient_step"] == 1
+
+
+@pytest.mark.parametrize("place", ["one device", "eight devices"])
+def test_with_every_k_1_there_is_nothing_to_flush(place):
+    inner = INNERS["plateau"]
+    step = make_train_step(loss_fn, accumulate(1, inner))
+    step = step if place == "one device" else on_mesh(1, inner)
+    params, state, rows = train(step, X[:2])
+    assert all(row["emitted"] for row in rows)
     before = jax.device_get(params)
     params, state, metrics = step.flush(params, state)
     chex.assert_trees_all_equal(params, before)
     assert not metrics["emitted"]
-    assert metrics["gradient_step"] == 1
 
 
 def test_what_stands_before_the_accumulator_and_windows_of_windows():
@@ -234,26 +260,39 @@ def test_what_stands_before_the_accumulator_and_windows_of_windows():
     np.testing.assert_allclose(rows[-1]["loss"], loss, rtol=1e-6)
 
 
+def test_a_window_of_one_around_a_window_of_many_keeps_the_weights():
+    tx = accumulate(1, accumulate(2, optax.sgd(0.5)))
+    params, _, rows = train(make_train_step(loss_fn, tx), [X[0], X[1][:4]])
+    both = jnp.concatenate([X[0], X[1][:4]])
+    want, ((loss, _),) = big_batches(optax.sgd(0.5), [both])
+    chex.assert_trees_all_close(params, want, rtol=1e-5)
+    np.testing.assert_allclose(rows[-1]["loss"], loss, rtol=1e-6)
+
+
 @pytest.mark.parametrize("place", ["one device", "eight devices"])
 def test_each_micro_batch_and_device_has_a_key_of_its_own(place):
     def noisy(params, x, key):
         return loss_fn(params, x) + 0 * jax.random.normal(key), jax.random.key_data(key)
 
     options = {"rng": True, "has_aux": True}
-    tx = accumulate(2, optax.sgd(0.1))
-    step = make_train_step(noisy, tx, **options)
-    if place == "eight devices":
-        step = on_mesh(2, optax.sgd(0.1), loss_fn=noisy, **options)
-    _, _, rows = train(step, X[:6], rng=jax.random.key(0))
+    tx = accumulate(2, optax.sgd(0.1), axis_name=None if place == "one device" else "data")
+    # The second window closes without an update.
+    options["weight_fn"] = lambda x: jnp.where(jnp.any(x == 7), 0, 1)
+    step = make_train_step(noisy, tx, mesh=None if place == "one device" else MESH, **options)
+    _, _, rows = train(step, [*X[:2], 7 + 0 * X[2], 7 + 0 * X[3], *X[4:6]], rng=jax.random.key(0))
+    assert [bool(row["emitted"]) for row in rows] == [False, True, False, False, False, True]
     keys = np.concatenate([row["aux"].reshape(-1, 2) for row in rows])
     assert len(keys) == 6 * (1 if place == "one device" else N)
     assert len(np.unique(keys, axis=0)) == len(keys)
 
 
 def test_aux_comes_from_each_device():
-    step = on_mesh(2, optax.sgd(0.1), loss_fn=lambda p, x: (loss_fn(p, x), x), has_aux=True)
-    _, _, rows = train(step, X[:2])
-    np.testing.assert_array_equal(rows[1]["aux"], X[1].reshape(N, 2, 2))
+    with_aux = lambda p, x: (loss_fn(p, x), {"x": x, "number": 3})
+    step = on_mesh(2, optax.sgd(0.1), loss_fn=with_aux, has_aux=True)
+    params, state, rows = train(step, X[:2])
+    np.testing.assert_array_equal(rows[1]["aux"]["x"], X[1].reshape(N, 2, 2))
+    np.testing.assert_array_equal(rows[1]["aux"]["number"], [3] * N)
+    assert "aux" not in step.flush(params, state)[2]
     one = make_train_step(lambda p, x: (loss_fn(p, x), x), accumulate(2), has_aux=True)
     _, _, rows = train(one, X[:2])
     np.testing.assert_array_equal(rows[1]["aux"], X[1])
@@ -269,6 +308,29 @@ def with_statistics(params, state, x):
 
 def statistics():
     return {"mean": jnp.zeros(2), "count": jnp.zeros([], jnp.int32)}
+
+
+def test_aux_and_model_state_together():
+    def both(params, state, x):
+        loss, state = with_statistics(params, state, x)
+        return loss, (state, x.sum())
+
+    step = make_train_step(both, accumulate(2, optax.sgd(0.1)), has_aux=True, model_state=True)
+    params, state = params_of(), statistics()
+    _, _, metrics, state = step(params, step.init(params), X[0], model_state=state)
+    np.testing.assert_allclose(metrics["aux"], X[0].sum(), rtol=1e-6)
+    assert state["count"] == 1
+
+
+def test_windows_of_windows_carry_the_model_state_until_the_update():
+    tx = accumulate(2, accumulate(2, optax.sgd(0.1)), axis_name="data")
+    step = make_train_step(with_statistics, tx, model_state=True, mesh=MESH)
+    params, state = params_of(), statistics()
+    opt_state = step.init(params)
+    for x in X[:4]:
+        params, opt_state, metrics, state = step(params, opt_state, x, model_state=state)
+    assert metrics["emitted"]
+    assert state["count"] == 4
 
 
 def test_on_one_device_the_model_state_moves_with_each_micro_batch():
@@ -402,12 +464,17 @@ def test_flax_models_train_with_batchnorm_and_dropout(model, mesh):
 @pytest.mark.parametrize("axis_name", ["data", ("data", "more")])
 def test_automatic_and_explicit_meshes_of_one_axis_or_two(axis_type, axis_name):
     mesh = jax.make_mesh((4, 2), ("data", "more"), (axis_type,) * 2)
-    if axis_name == "data" and axis_type == AxisType.Explicit:
-        mesh = jax.make_mesh((8,), ("data",), (axis_type,))
     step = on_mesh(3, optax.sgd(0.5), axis_name=axis_name, mesh=mesh)
-    params, _, _ = train(step, X)
+    put = lambda *spec: lambda x: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+    # From the host, on the devices already but not split, and split.
+    places = [np.asarray, put(), put(axis_name)] * 4
+    params, _, _ = train(step, [place(x) for x, place in zip(X, places, strict=True)])
     want, _ = big_batches(optax.sgd(0.5), X.reshape(-1, 48, 2))
     chex.assert_trees_all_close(params, want, rtol=1e-5)
+    for leaf in jax.tree.leaves(params):
+        shards = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+        assert len(shards) == N
+        assert all(np.array_equal(shard, shards[0]) for shard in shards)
 
 
 def test_parameters_that_another_axis_shards_stay_so():
@@ -561,6 +628,12 @@ PLAIN = functools.partial(make_train_step, loss_fn, accumulate(2, optax.sgd(0.1)
     ("run", "message"),
     [
         (
+            lambda: on_mesh(2).init(
+                {"w": jax.device_put(jnp.ones((8, 3)), NamedSharding(MESH, P("data")))}
+            ),
+            r"params must be the same on all devices .*\['w'\] is sharded by .*without mesh=",
+        ),
+        (
             lambda: call(on_mesh(2), batch=X[0][:12]),
             r"batch must hold .* the 8 devices along axis_name='data' divide, got 12",
         ),
@@ -614,6 +687,24 @@ PLAIN = functools.partial(make_train_step, loss_fn, accumulate(2, optax.sgd(0.1)
 def test_a_wrong_argument_of_a_call_is_named(run, message):
     with pytest.raises(ValueError, match=message):
         run()
+
+
+def test_an_open_window_with_a_model_state_goes_from_8_to_2_devices():
+    two = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
+    options = {"loss_fn": with_statistics, "model_state": True}
+    eight = on_mesh(3, optax.sgd(0.5), **options)
+    small = on_mesh(3, optax.sgd(0.5), mesh=two, **options)
+    ends = []
+    for steps in ((eight, eight, eight), (eight, small, eight)):
+        params, state = params_of(), statistics()
+        opt_state = steps[0].init(params, state)
+        for i, (step, x) in enumerate(zip(steps, X, strict=False)):
+            if i and step is not steps[i - 1]:
+                params, opt_state, state = jax.device_get((params, opt_state, state))
+                opt_state = reshard_window(opt_state, 2 if step is small else N)
+            params, opt_state, _, state = step(params, opt_state, x, model_state=state)
+        ends.append((params, state))
+    chex.assert_trees_all_close(*ends, rtol=1e-5, atol=1e-6)
 
 
 def test_a_state_of_another_number_of_devices_names_the_remedy():

@@ -1,0 +1,272 @@
+"""Trace-time checks of batches, of loss functions and of what they are called with."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from optax_accum._axis import axis_names
+from optax_accum._validation import dtype_of, is_arraylike, is_real
+
+
+def check_statistics(means: jax.Array, variances: jax.Array, counts: Any) -> None:
+    """Require stacked statistics and a count for each."""
+    for name, x in (("means", means), ("variances", variances)):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{name} must be floating, got dtype {x.dtype}.")
+    counts_dtype = jnp.result_type(*jax.tree.leaves(counts), jnp.int8)
+    if not is_real(counts_dtype):
+        raise ValueError(f"counts must be real, got dtype {counts_dtype}.")
+    counts_shape = (len(counts),) if isinstance(counts, list | tuple) else jnp.shape(counts)
+    is_stacked = means.ndim and len(means) and means.shape == variances.shape
+    if not is_stacked or counts_shape != means.shape[:1]:
+        raise ValueError(
+            "means and variances must have one shape (k, ...) and counts the shape (k,), k >= 1;"
+            f" got {means.shape}, {variances.shape} and {counts_shape}."
+        )
+
+
+def check_collections(collections: Any) -> None:
+    """Require a sequence of trees of one structure and of one shape for each leaf."""
+    is_sequence = isinstance(collections, tuple | list)
+    if not is_sequence or not collections:
+        raise ValueError(
+            "collections must be a list or tuple of one collection for each micro-batch, got"
+            f" {'an empty one' if is_sequence else type(collections).__name__}."
+        )
+    shapes = [
+        {keystr(path): jnp.shape(leaf) for path, leaf in tree_flatten_with_path(collection)[0]}
+        for collection in collections
+    ]
+    for i, (collection, each) in enumerate(zip(collections, shapes, strict=True)):
+        differ = sorted(p for p in {*each, *shapes[0]} if each.get(p) != shapes[0].get(p))
+        if differ:
+            raise ValueError(
+                f"collections must have one structure and one shape for each leaf;"
+                f" {differ[0]} has {shapes[0].get(differ[0], 'no leaf')} in collections[0] and"
+                f" {each.get(differ[0], 'no leaf')} in collections[{i}]."
+            )
+        if jax.tree.structure(collection) != jax.tree.structure(collections[0]):
+            raise ValueError(
+                f"collections must have one structure; collections[{i}] has the leaves of"
+                " collections[0] in other containers."
+            )
+
+
+def check_batch(batch: Any) -> int:
+    """Require arrays with one example axis, the first; returns the number of examples."""
+    sizes = {}
+    for path, leaf in tree_flatten_with_path(batch)[0]:
+        if not jnp.ndim(leaf):
+            raise ValueError(
+                "batch must hold arrays with the example axis first;"
+                f" batch{keystr(path)} is the scalar {leaf!r}."
+            )
+        sizes[f"batch{keystr(path)}"] = len(leaf)
+    if len(set(sizes.values())) != 1 or not min(sizes.values()):
+        raise ValueError(f"batch must hold one number of examples in all its arrays, got {sizes}.")
+    return min(sizes.values())
+
+
+def check_mesh(mesh: Any, axis_name: Any) -> None:
+    """Require a mesh with the axis that `tx` reduces over, or neither."""
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh or None, got {mesh!r}.")
+    if (mesh is None) != (axis_name is None):
+        raise ValueError(
+            "mesh goes with a tx that reduces over one of its axes, accumulate(k, axis_name=...);"
+            f" got mesh={mesh!r} and axis_name={axis_name!r}."
+        )
+    if mesh is not None and not set(axis_names(axis_name)) <= set(mesh.axis_names):
+        raise ValueError(
+            f"mesh must have the axis that tx reduces over, axis_name={axis_name!r}; its axes are"
+            f" {mesh.axis_names}."
+        )
+
+
+def check_averages_of_step(names: frozenset[str]) -> None:
+    """Require that a train step can give all that its `tx` averages."""
+    if names - {"value"}:
+        raise ValueError(
+            "average_extra_args of tx may name 'value' alone in a train step, which passes its"
+            f" loss as such; got {sorted(names)}."
+        )
+
+
+def check_made_by_step(extras: dict[str, Any]) -> None:
+    """Require a state with room for the losses of a window."""
+    if "value" not in extras.get("averages", {}):
+        raise ValueError(
+            "opt_state must come from step.init(params), which sums the losses of a window too; got"
+            f" one that averages {sorted(extras.get('averages', {})) or 'nothing'}, as tx.init"
+            " makes it."
+        )
+
+
+def check_count(name: str, value: Any) -> None:
+    """Require an int of at least 1."""
+    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_int or value < 1:
+        raise ValueError(f"{name} must be an int of at least 1, got {value!r}.")
+
+
+def argument_numbers(
+    argnums: Any, batch_argnums: Any, rng_argnums: Any, carry_argnum: Any
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The numbers of the batch and key arguments; each argument may have one role."""
+    given = {
+        "argnums": argnums,
+        "batch_argnums": batch_argnums,
+        "rng_argnums": rng_argnums,
+        "carry_argnum": () if carry_argnum is None else carry_argnum,
+    }
+    roles: dict[Any, str] = {}
+    numbers = {}
+    for name, value in given.items():
+        is_many = isinstance(value, tuple | list) and name != "carry_argnum"
+        numbers[name] = tuple(value) if is_many or value == () else (value,)
+        for number in numbers[name]:
+            is_int = isinstance(number, int | np.integer) and not isinstance(number, bool)
+            if not is_int or number < 0:
+                raise ValueError(
+                    f"{name} must be the number of an argument, from 0, got {value!r}."
+                )
+            if number in roles:
+                raise ValueError(
+                    f"{name} must name other arguments than {roles[number]}, got {number} in both."
+                )
+            roles[number] = name
+    if not numbers["argnums"] or not numbers["batch_argnums"]:
+        raise ValueError(
+            f"argnums and batch_argnums must name an argument, got {argnums!r} and"
+            f" {batch_argnums!r}."
+        )
+    return numbers["batch_argnums"], numbers["rng_argnums"]
+
+
+def check_has_arguments(args: tuple, numbers: Iterable[int], carry_argnum: Any) -> None:
+    """Require a call with the arguments that were named."""
+    needed = max(*numbers, -1 if carry_argnum is None else carry_argnum)
+    if len(args) <= needed:
+        raise ValueError(
+            f"loss_fn must be called with its arguments in order, at least {needed + 1} by the"
+            f" numbers given; got {len(args)}."
+        )
+
+
+def check_enough_examples(num_microbatches: int, size: int) -> None:
+    """Require an example for each micro-batch."""
+    if num_microbatches > size:
+        raise ValueError(
+            f"num_microbatches must be at most the number of examples, {size}; got"
+            f" {num_microbatches}."
+        )
+
+
+def check_aux(aux: Any, size: int) -> None:
+    """Require scalars, which have a mean, and arrays with a row for each example."""
+    for path, leaf in tree_flatten_with_path(aux)[0]:
+        if jnp.ndim(leaf) and len(leaf) != size:
+            raise ValueError(
+                "aux must hold scalars, and arrays with the example axis first;"
+                f" aux{keystr(path)} has the shape {jnp.shape(leaf)} for a micro-batch of {size}."
+            )
+
+
+def check_shared_params(params: Any, axis_name: Any) -> None:
+    """Require parameters that the devices along the axis share."""
+    names = set(axis_names(axis_name))
+    for path, leaf in tree_flatten_with_path(params)[0]:
+        spec = getattr(getattr(leaf, "sharding", None), "spec", ())
+        if any(names & set(axis_names(part)) for part in spec):
+            raise ValueError(
+                f"params must be the same on all devices along axis_name={axis_name!r};"
+                f" params{keystr(path)} is sharded by {spec}. For parameters that this axis shards"
+                " make the step without mesh= and axis_name=: XLA then gathers and reduces in each"
+                " micro-step."
+            )
+
+
+def check_given(name: str, value: Any, is_expected: bool) -> None:
+    """Require an argument of a train step where it was announced, and there alone."""
+    if (value is not None) != is_expected:
+        got = "none" if value is None else f"a {type(value).__name__}"
+        raise ValueError(
+            f"{name} must be passed to a step made with {name}=True, and to no other; got {got} and"
+            f" {name}={is_expected}."
+        )
+
+
+def check_no_keys(name: str, tree: Any) -> None:
+    """Require arrays of which a mean or a maximum over devices can be taken."""
+    for path, leaf in tree_flatten_with_path(tree)[0]:
+        if jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
+            raise ValueError(
+                f"{name} must hold no random keys, of which there is no mean over devices; {name}"
+                f"{keystr(path)} is one. Make the step with rng=True, and pass it as rng=."
+            )
+
+
+def check_size(window_weight: Any, num_devices: int, axis_name: Any) -> None:
+    """Require a state that was made for so many devices."""
+    if jnp.shape(window_weight) != (num_devices,):
+        raise ValueError(
+            f"opt_state must be that of the {num_devices} devices along axis_name={axis_name!r};"
+            f" got one for {jnp.size(window_weight)}. Carry it over with"
+            f" optax_accum.reshard_window(opt_state, {num_devices})."
+        )
+
+
+def check_divides(num_examples: int, num_devices: int, axis_name: Any) -> None:
+    """Require a number of examples that the devices share out evenly."""
+    if num_examples % num_devices:
+        raise ValueError(
+            f"batch must hold a number of examples that the {num_devices} devices along"
+            f" axis_name={axis_name!r} divide, got {num_examples}. Fill it up, and give what fills"
+            " it the weight 0 in loss_fn and weight_fn."
+        )
+
+
+def pair(name: str, value: Any) -> tuple[Any, Any]:
+    """Two values."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ValueError(f"{name} must be a pair, got {_shapes(value)}.")
+    return value[0], value[1]
+
+
+def loss(value: Any) -> Any:
+    """A real floating scalar."""
+    is_floating = is_arraylike(value) and jnp.issubdtype(jnp.result_type(value), jnp.floating)
+    if not is_floating or jnp.shape(value):
+        raise ValueError(
+            f"loss_fn's loss must be a real floating scalar, got {_shapes(value)}. With a second"
+            " value make the step with has_aux=True or model_state=True."
+        )
+    return value
+
+
+def check_returned(name: str, new_state: Any, old_state: Any) -> None:
+    """Require that `loss_fn` returns what it was given with its tree, shapes and dtypes."""
+    new, new_def = tree_flatten_with_path(new_state)
+    old, old_def = tree_flatten_with_path(old_state)
+    if new_def != old_def:
+        raise ValueError(
+            f"loss_fn must return the {name} with the tree that it was given,"
+            f" {old_def}; got {new_def}."
+        )
+    for (path, n), (_, o) in zip(new, old, strict=True):
+        if jnp.shape(n) != jnp.shape(o) or dtype_of(n) != dtype_of(o):
+            raise ValueError(
+                f"loss_fn must return the {name} with the shapes and dtypes that it was given;"
+                f" {name}{keystr(path)} goes from {_shapes(o)} to {_shapes(n)}."
+            )
+
+
+def _shapes(tree: Any) -> str:
+    """A value for a message: arrays by dtype and shape."""
+    show = lambda x: f"{dtype_of(x)}{list(jnp.shape(x))}" if is_arraylike(x) else repr(x)
+    return str(jax.tree.map(show, tree)).replace("'", "")

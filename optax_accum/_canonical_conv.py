@@ -1,0 +1,143 @@
+"""Convolutions that stay fast in a loop on CPU.
+
+XLA brings convolutions to the layout of its fast CPU kernels in the entry computation only. In the
+body of a loop, the transposed ones that gradients bring fall to naive loops, twenty times slower.
+Where each convolution already has that layout, with transpositions around it, there is nothing to
+bring: so a jaxpr is rewritten, before it goes into the loop.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal, jaxpr_as_fun
+
+from optax_accum import _validation
+from optax_accum._jaxprs import equations
+
+
+def canonical_convolutions(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `fun` do its convolutions in the layout that stays fast inside a loop on CPU.
+
+    Each `lax.conv_general_dilated` is done with channels last, N spatial C times spatial I O, and
+    transpositions around it; on other platforms than CPU it is done as it is. All else stays: the
+    same values to rounding, the same control flow, `jax.checkpoint` and custom derivatives.
+
+    Put it around the gradient, whose convolutions are others than those of the function:
+    `canonical_convolutions(jax.grad(loss_fn))`, and that into `lax.scan`.
+
+    Args:
+      fun: Function of any pytrees of arrays.
+
+    Returns:
+      The same function. Where no convolution has another layout, nothing is changed.
+
+    Raises:
+      ValueError: `fun` is no function.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> def loss_fn(w, x):
+      ...     return jnp.tanh(jax.lax.conv(x, w, (1, 1), "SAME")).sum()
+      >>> gradient = canonical_convolutions(jax.grad(loss_fn))
+      >>> w, xs = jnp.ones((4, 3, 3, 3)) / 27, jnp.ones((5, 2, 3, 8, 8))
+      >>> total, _ = jax.lax.scan(lambda s, x: (s + gradient(w, x), None), jnp.zeros_like(w), xs)
+      >>> bool(jnp.allclose(total, 5 * jax.grad(loss_fn)(w, xs[0]), rtol=1e-5))
+      True
+    """
+    _validation.check_function("fun", fun)
+
+    @functools.wraps(fun)
+    def canonical(*args, **kwargs):
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        is_array = [isinstance(x, jax.Array | np.ndarray) for x in leaves]  # all else is static
+        arrays = [x for x, traced in zip(leaves, is_array, strict=True) if traced]
+        out_trees = []
+
+        def flat(*arrays):
+            rest = iter(arrays)
+            all_leaves = [next(rest) if a else x for x, a in zip(leaves, is_array, strict=True)]
+            args, kwargs = jax.tree.unflatten(treedef, all_leaves)
+            out, out_tree = jax.tree.flatten(fun(*args, **kwargs))
+            out_trees.append(out_tree)
+            return out
+
+        jaxpr = jax.make_jaxpr(flat)(*arrays)
+        is_slow = any(map(_is_slow, equations(jaxpr)))
+        evaluate = functools.partial(_evaluate, jaxpr) if is_slow else jaxpr_as_fun(jaxpr)
+        return jax.tree.unflatten(out_trees[0], evaluate(*arrays))
+
+    return canonical
+
+
+def _evaluate(jaxpr: Any, *args: Any) -> list[Any]:
+    """Evaluate a jaxpr, its convolutions in the fast layout."""
+    values = dict(zip(jaxpr.constvars, getattr(jaxpr, "consts", ()), strict=True))
+    values |= dict(zip(jaxpr.invars, args, strict=True))
+    read = lambda v: v.val if isinstance(v, Literal) else values[v]
+    for equation in jaxpr.eqns:
+        inputs = [read(v) for v in equation.invars]
+        if _is_slow(equation):
+            outputs = [_convolve(*inputs, **equation.params)]
+        else:
+            params = {name: _rewritten(value) for name, value in equation.params.items()}
+            with equation.ctx.manager:
+                outputs = equation.primitive.bind(
+                    *inputs, **equation.primitive.get_bind_params(params)
+                )
+            outputs = outputs if equation.primitive.multiple_results else [outputs]
+        values.update(zip(equation.outvars, outputs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _rewritten(value: Any) -> Any:
+    """A parameter of an equation, with the convolutions in it rewritten."""
+    if isinstance(value, tuple | list):
+        return type(value)(map(_rewritten, value)) if any(map(_is_jaxpr, value)) else value
+    if not _is_jaxpr(value) or not any(map(_is_slow, equations(value))):
+        return value
+    new = jax.make_jaxpr(functools.partial(_evaluate, value))(*(v.aval for v in value.invars))
+    return new if hasattr(value, "consts") else new.jaxpr
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns")
+
+
+def _is_slow(equation: Any) -> bool:
+    """Whether it is a convolution of another layout than the fast one."""
+    if equation.primitive is not lax.conv_general_dilated_p:
+        return False
+    return equation.params["dimension_numbers"] != _fast(equation.invars[0].aval.ndim)
+
+
+def _fast(ndim: int) -> lax.ConvDimensionNumbers:
+    """Batch, space, features; space, features in and out; batch, space, features."""
+    space = tuple(range(1, ndim - 1))
+    outer = (0, ndim - 1, *space)
+    return lax.ConvDimensionNumbers(outer, (ndim - 1, ndim - 2, *(i - 1 for i in space)), outer)
+
+
+def _convolve(lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: Any, **params: Any) -> Any:
+    """A convolution in the fast layout, where the platform is a CPU."""
+    as_it_is = functools.partial(
+        lax.conv_general_dilated_p.bind, dimension_numbers=dimension_numbers, **params
+    )
+
+    def fast(lhs, rhs):
+        order = lambda spec, fast_spec: tuple(
+            spec[fast_spec.index(axis)] for axis in range(lhs.ndim)
+        )
+        like = _fast(lhs.ndim)
+        out = lax.conv_general_dilated_p.bind(
+            lhs.transpose(order(dimension_numbers.lhs_spec, like.lhs_spec)),
+            rhs.transpose(order(dimension_numbers.rhs_spec, like.rhs_spec)),
+            dimension_numbers=like,
+            **params,
+        )
+        return out.transpose(np.argsort(order(dimension_numbers.out_spec, like.out_spec)))
+
+    return lax.platform_dependent(lhs, rhs, cpu=fast, default=as_it_is)

@@ -1,0 +1,222 @@
+"""A window inside one call: the gradient of a big batch, micro-batch by micro-batch."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_accum import _call_validation, _validation
+from optax_accum._axis import varying_as
+from optax_accum._canonical_conv import canonical_convolutions
+from optax_accum._window import gathered, real, sum_dtype_of, times, weights
+
+
+def microbatch_value_and_grad(
+    loss_fn: Callable[..., Any],
+    num_microbatches: int,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    batch_argnums: int | Sequence[int] = 1,
+    rng_argnums: int | Sequence[int] = (),
+    carry_argnum: int | None = None,
+    weight_fn: Callable[..., jax.typing.ArrayLike] | None = None,
+    normalize: str = "mean",
+    accumulator_dtype: jax.typing.DTypeLike | None = None,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad(loss_fn)`, in the memory of a micro-batch.
+
+    The batch is split into micro-batches, which run one after the other in a loop. With their
+    losses lᵢ, gradients gᵢ and weights wᵢ, the loss is Σ wᵢlᵢ / Σ wᵢ and the gradient
+    Σ wᵢgᵢ / Σ wᵢ: those of the big batch, where `loss_fn` is a mean over what `weight_fn` counts.
+
+    Example j of the batch goes to micro-batch j modulo `num_microbatches`, so that a batch that is
+    sharded over devices stays where it is. Where the examples do not divide, sizes differ by one.
+
+    Args:
+      loss_fn: Function of any arguments; returns a real scalar, or with `has_aux` `(loss, aux)`,
+        with `carry_argnum` `(loss, carry)`, with both `(loss, (carry, aux))`.
+      num_microbatches: At least 1; 1 compiles to `jax.value_and_grad(loss_fn)`.
+      argnums: Arguments to differentiate with respect to.
+      has_aux: Whether `loss_fn` returns an aux. Its scalars come back as the mean, weighted as the
+        loss, its arrays with the example axis first in the order of the batch.
+      batch_argnums: Arguments whose arrays have the example axis first.
+      rng_argnums: Arguments that are a PRNG key: each micro-batch gets one split from it.
+      carry_argnum: Argument that `loss_fn` returns changed, for the next micro-batch: statistics
+        of BatchNorm, say.
+      weight_fn: `weight_fn(*batch arguments)`, the weight of a micro-batch, such as its tokens.
+        Default: its number of examples. As in `accumulate`, only weights above 0 count.
+      normalize: As in `accumulate`: `"mean"`, `"sum"` (Σ wᵢgᵢ, and so for the loss) or `"ratio"`
+        (Σ gᵢ / Σ wᵢ, for a loss that is a sum).
+      accumulator_dtype: Dtype of the sums. Default: the gradient's, and float32 where that is
+        narrower. The gradient comes back in the dtype of its argument.
+
+    Returns:
+      A function of the arguments of `loss_fn` that returns `(value, gradients)` as
+      `jax.value_and_grad(loss_fn, argnums, has_aux)` does; `value` is what `loss_fn` returns.
+      Inside `jax.shard_map` nothing is reduced: differentiate with respect to `varying(params,
+      axis)` and reduce the result once, or hand it to `accumulate(k, axis_name=axis)`.
+
+    Raises:
+      ValueError: An argument breaks its rule; here, or while the function is traced.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> loss_fn = lambda w, x: jnp.mean((x - w) ** 2)
+      >>> loss, gradient = microbatch_value_and_grad(loss_fn, 3)(1.0, jnp.arange(7.0))
+      >>> print(loss, gradient)
+      8.0 -4.0
+      >>> print(*jax.value_and_grad(loss_fn)(1.0, jnp.arange(7.0)))
+      8.0 -4.0
+
+    References:
+      Huang et al., 2019, GPipe (arXiv:1811.06965), section 2.2, for gradients accumulated over
+      micro-batches.
+    """
+    _validation.check_function("loss_fn", loss_fn)
+    _call_validation.check_count("num_microbatches", num_microbatches)
+    _validation.check_callable("weight_fn", weight_fn)
+    _validation.check_choice("normalize", normalize, ("mean", "sum", "ratio"))
+    _validation.check_accumulator_dtype(accumulator_dtype)
+    batch_at, rng_at = _call_validation.argument_numbers(
+        argnums, batch_argnums, rng_argnums, carry_argnum
+    )
+    one = _OneBatch(loss_fn, argnums, has_aux, carry_argnum)
+    num = int(num_microbatches)
+    run = canonical_convolutions(one.value_and_grad) if num > 1 else one.value_and_grad
+    is_plain = num == 1 and weight_fn is None and normalize == "mean"
+
+    def microbatched(*args):
+        _call_validation.check_has_arguments(args, (*batch_at, *rng_at), carry_argnum)
+        batch = [jax.tree.map(jnp.asarray, args[i]) for i in batch_at]
+        size = _call_validation.check_batch(batch)
+        _call_validation.check_enough_examples(num, size)
+        if is_plain:
+            loss, rest, gradients = run(*args)
+            return one.value(loss, *rest), gradients
+        keys = [jax.random.split(args[i], num) if num > 1 else args[i][None] for i in rng_at]
+
+        def micro_batch(i, carry, is_larger):
+            """Its weight; what is summed; its carry and what is not summed of its aux."""
+            part = functools.partial(_part, i=i, num=num, is_larger=is_larger)
+            parts = [jax.tree.map(part, x) for x in batch]
+            new = dict(enumerate(args))
+            new |= zip(batch_at, parts, strict=True)
+            new |= zip(rng_at, (key[i] for key in keys), strict=True)
+            new |= {} if carry_argnum is None else {carry_argnum: carry}
+            loss, (carry, aux), gradients = run(*new.values())
+            size = _call_validation.check_batch(parts)
+            scalars, rows = _divide_aux(aux, size)
+            weight = size if weight_fn is None else weight_fn(*parts)
+            return weight, (loss, scalars, gradients), (carry, rows)
+
+        carry = None if carry_argnum is None else args[carry_argnum]
+        _, like, _ = jax.eval_shape(lambda carry: micro_batch(0, carry, is_larger=False), carry)
+        sum_dtypes = jax.tree.map(lambda g: sum_dtype_of(g, accumulator_dtype), like[2])
+        real_dtypes = map(real, jax.tree.leaves(sum_dtypes))
+        wide = functools.reduce(jnp.promote_types, real_dtypes, jnp.float32)
+        dtypes = (*jax.tree.map(lambda _: wide, like[:2]), sum_dtypes)
+        zero = lambda x, dtype: varying_as(x, jnp.zeros(x.shape, dtype))
+        zeros = jax.tree.map(zero, like, dtypes)
+
+        def gather(state, i, is_larger):
+            window_weight, total, carry = state
+            weight, new, (new_carry, rows) = micro_batch(i, carry, is_larger)
+            weight, scale, _ = weights(weight, normalize, wide)
+            accepted = (weight > 0) & (weight < jnp.inf)
+            add = functools.partial(gathered, accepted=accepted)
+            total = jax.tree.map(lambda s, x: add(s, x, scale), total, new)
+            carry = jax.tree.map(lambda new, old: jnp.where(accepted, new, old), new_carry, carry)
+            return (add(window_weight, weight, 1), total, carry), rows
+
+        larger = size % num
+        state, all_rows = (jnp.zeros([], wide), zeros, carry), []
+        for first, last, is_larger in ((0, larger, True), (larger, num, False)):
+            if first < last:
+                body = functools.partial(gather, is_larger=is_larger)
+                state, rows = lax.scan(body, state, jnp.arange(first, last))
+                all_rows.append(rows)
+        window_weight, total, carry = state
+
+        per_weight = 1 / jnp.where(window_weight > 0, window_weight, 1)
+        factor = jnp.ones_like(per_weight) if normalize == "sum" else per_weight
+        scale = lambda factor: lambda s, x: times(s, factor, x.dtype)
+        (loss, scalars, gradients) = (
+            jax.tree.map(scale(f), s, x)
+            for f, s, x in zip((factor, per_weight, factor), total, like, strict=True)
+        )
+        rows = jax.tree.map(_in_order, *all_rows)
+        return one.value(loss, carry, _join_aux(scalars, rows)), gradients
+
+    return microbatched
+
+
+class _OneBatch(NamedTuple):
+    """The user's loss function, and what it returns beside the loss."""
+
+    loss_fn: Callable[..., Any]
+    argnums: int | Sequence[int]
+    has_aux: bool
+    carry_argnum: int | None
+
+    def loss(self, *args):
+        """The loss, and beside it the carry and the aux."""
+        has_carry = self.carry_argnum is not None
+        # Made anew, since a variable of NNX can be changed only in the trace in which it was made.
+        anew = lambda i, x: jax.tree.map(lambda x: x, x) if i == self.carry_argnum else x
+        value, carry, aux = self.loss_fn(*map(anew, range(len(args)), args)), None, None
+        if self.has_aux or has_carry:
+            value, beside = _call_validation.pair("loss_fn", value)
+            if self.has_aux and has_carry:
+                carry, aux = _call_validation.pair("what loss_fn returns beside the loss", beside)
+            else:
+                carry, aux = (beside, None) if has_carry else (None, beside)
+        return _call_validation.loss(value), (carry, aux)
+
+    def value_and_grad(self, *args):
+        """The loss, the carry and the aux, and the gradients."""
+        (loss, rest), gradients = jax.value_and_grad(self.loss, self.argnums, has_aux=True)(*args)
+        if self.carry_argnum is not None:
+            _call_validation.check_returned("carry", rest[0], args[self.carry_argnum])
+        return loss, rest, gradients
+
+    def value(self, loss, carry, aux):
+        """What `loss_fn` returns."""
+        if self.carry_argnum is None:
+            return (loss, aux) if self.has_aux else loss
+        return loss, ((carry, aux) if self.has_aux else carry)
+
+
+def _part(x, i, num, is_larger):
+    """Rows i, i + num, i + 2 num and so on: in place on each device that has a part of them."""
+    whole = len(x) // num
+    rows = x[: whole * num].reshape(whole, num, *x.shape[1:])
+    part = lax.dynamic_index_in_dim(rows, i, axis=1, keepdims=False)
+    if not is_larger:
+        return part
+    last = lax.dynamic_index_in_dim(x, whole * num + i, axis=0)
+    return jnp.concatenate([part, last])
+
+
+def _in_order(*parts):
+    """The rows of all micro-batches, stacked by size, as they lay in the batch."""
+    if len(parts) == 1:
+        return parts[0].swapaxes(0, 1).reshape(-1, *parts[0].shape[2:])
+    larger, smaller = parts
+    return jnp.concatenate([_in_order(jnp.concatenate([larger[:, :-1], smaller])), larger[:, -1]])
+
+
+def _divide_aux(aux, size):
+    """Scalars, as floats, and arrays with a row for each example; None in place of the others."""
+    _call_validation.check_aux(aux, size)
+    wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float16))
+    scalars = jax.tree.map(lambda x: None if jnp.ndim(x) else wide(jnp.asarray(x)), aux)
+    return scalars, jax.tree.map(lambda x: x if jnp.ndim(x) else None, aux)
+
+
+def _join_aux(scalars, rows):
+    is_none = lambda x: x is None
+    return jax.tree.map(lambda s, r: r if s is None else s, scalars, rows, is_leaf=is_none)
