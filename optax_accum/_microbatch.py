@@ -212,8 +212,8 @@ def _in_order(*parts):
 def _divide_aux(aux, size):
     """Scalars, as floats, and arrays with a row for each example; None in place of the others."""
     _call_validation.check_aux(aux, size)
-    wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float16))
-    scalars = jax.tree.map(lambda x: None if jnp.ndim(x) else wide(jnp.asarray(x)), aux)
+    as_float = lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
+    scalars = jax.tree.map(lambda x: None if jnp.ndim(x) else as_float(jnp.asarray(x)), aux)
     return scalars, jax.tree.map(lambda x: x if jnp.ndim(x) else None, aux)
 
 

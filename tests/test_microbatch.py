@@ -1,0 +1,441 @@
+"""A window inside one call: the big batch's loss, gradient and aux, from micro-batches."""
+
+import functools
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings, strategies as st
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from optax_accum import accumulate, canonical_convolutions, microbatch_value_and_grad, varying
+from optax_accum.testing import collectives
+
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(24, 4)), jnp.float32)
+PARAMS = {"w": jnp.asarray(RNG.normal(size=(4, 3)), jnp.float32), "b": jnp.ones(3)}
+
+
+def losses(params, x):
+    return (jnp.tanh(x @ params["w"] + params["b"]) ** 2).mean(-1)
+
+
+def loss_fn(params, x):
+    return losses(params, x).mean()
+
+
+def assert_close(got, want, rtol=2e-5):
+    chex.assert_trees_all_close(got, want, rtol=rtol, atol=1e-6)
+
+
+@given(
+    size=st.integers(1, 24), num=st.integers(1, 24), dtype=st.sampled_from(["float32", "bfloat16"])
+)
+def test_it_is_the_big_batch_however_it_divides(size, num, dtype):
+    num = min(num, size)
+    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    got = microbatch_value_and_grad(loss_fn, num)(params, X[:size])
+    want = jax.value_and_grad(loss_fn)(params, X[:size])
+    tolerance = 2e-5 if dtype == "float32" else 2e-2
+    chex.assert_trees_all_close(got, want, rtol=tolerance, atol=tolerance / 10)
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
+
+
+@given(seed=st.integers(0, 2**32), num=st.sampled_from([2, 4, 8]), size=st.integers(8, 16))
+def test_sums_of_integers_are_exact(seed, num, size):
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.integers(-8, 9, (size, 5)), jnp.float32)
+    linear = lambda w, x: jnp.sum(x @ w)
+    run = microbatch_value_and_grad(linear, num, normalize="ratio", weight_fn=lambda x: 1)
+    value, gradient = run(jnp.ones(5), x)
+    np.testing.assert_array_equal(value * num, x.sum())
+    np.testing.assert_array_equal(gradient * num, x.sum(0))
+
+
+@pytest.mark.parametrize("num", [1, 2, 5, 24])
+@pytest.mark.parametrize("normalize", ["mean", "sum", "ratio"])
+def test_tokens_weigh_under_each_normalisation(num, normalize):
+    mask = jnp.asarray(RNG.random(24) < 0.4, jnp.float32).at[0].set(1)
+    tokens = lambda batch: batch["mask"].sum()
+
+    def masked(params, batch):
+        total = (losses(params, batch["x"]) * batch["mask"]).sum()
+        return total if normalize == "ratio" else total / jnp.maximum(batch["mask"].sum(), 1)
+
+    batch = {"x": X, "mask": mask}
+    run = microbatch_value_and_grad(masked, num, normalize=normalize, weight_fn=tokens)
+    loss, gradients = jax.jit(run)(PARAMS, batch)
+    want = jax.value_and_grad(masked)(PARAMS, batch)
+    factor = {"mean": 1, "sum": mask.sum(), "ratio": 1 / mask.sum()}[normalize]
+    assert_close((loss, gradients), jax.tree.map(lambda x: x * factor, want))
+
+
+def test_a_micro_batch_without_weight_adds_nothing_even_if_it_is_nan():
+    x = X.at[1::4].set(jnp.nan)  # the second of four micro-batches
+    keep = np.arange(24) % 4 != 1
+    weight = lambda x: jnp.where(jnp.isnan(x).any(), 0, len(x))
+    got = microbatch_value_and_grad(loss_fn, 4, weight_fn=weight)(PARAMS, x)
+    assert_close(got, jax.value_and_grad(loss_fn)(PARAMS, X[keep]))
+
+
+@pytest.mark.parametrize("num", [1, 3, 5])
+def test_aux_scalars_are_means_and_rows_keep_the_order_of_the_batch(num):
+    def with_aux(params, x):
+        aux = {"rows": x.sum(1), "matrix": x, "mean": x.mean(), "size": len(x), "none": None}
+        return loss_fn(params, x), aux
+
+    run = microbatch_value_and_grad(with_aux, num, has_aux=True)
+    (loss, aux), _ = jax.jit(run)(PARAMS, X)
+    assert_close((aux["rows"], aux["matrix"], aux["mean"]), (X.sum(1), X, X.mean()), rtol=1e-4)
+    sizes = [len(X[i::num]) for i in range(num)]
+    assert_close(aux["size"], jnp.float32(np.average(sizes, weights=sizes)))
+    assert_close(loss, loss_fn(PARAMS, X))
+    assert aux["none"] is None
+
+
+def test_each_micro_batch_has_a_key_of_its_own():
+    def noisy(params, x, key):
+        return loss_fn(params, x), jnp.tile(jax.random.key_data(key), (len(x), 1))
+
+    run = microbatch_value_and_grad(noisy, 6, has_aux=True, rng_argnums=2)
+    (_, keys), _ = run(PARAMS, X, jax.random.key(0))
+    assert len(np.unique(keys, axis=0)) == 6
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_the_carry_goes_through_in_order(has_aux):
+    def chained(params, carry, x):
+        carry = {"n": carry["n"] + 1, "mean": 0.5 * carry["mean"] + x.mean(0)}
+        return loss_fn(params, x), (carry, x.mean()) if has_aux else carry
+
+    options = {"batch_argnums": 2, "carry_argnum": 1, "has_aux": has_aux}
+    start = {"n": jnp.int32(0), "mean": jnp.zeros(4)}
+    (_, rest), _ = microbatch_value_and_grad(chained, 4, **options)(PARAMS, start, X)
+    carry = rest[0] if has_aux else rest
+    want = start["mean"]
+    for i in range(4):
+        want = 0.5 * want + X[i::4].mean(0)
+    assert_close(carry, {"n": jnp.int32(4), "mean": want})
+
+
+def test_several_batch_arguments_and_argnums():
+    def two(w, x, v, y):
+        return jnp.mean((x @ w - y * v) ** 2)
+
+    args = PARAMS["w"], X, jnp.float32(2), X[:, :3]
+    options = {"argnums": (0, 2), "batch_argnums": (1, 3)}
+    got = microbatch_value_and_grad(two, 5, **options)(*args)
+    assert_close(got, jax.value_and_grad(two, (0, 2))(*args))
+
+
+def test_one_micro_batch_compiles_to_the_plain_function():
+    text = lambda f: jax.jit(f).lower(PARAMS, X).compile().as_text()
+    run = microbatch_value_and_grad(loss_fn, 1)
+    assert "while" not in text(run)
+    chex.assert_trees_all_equal(
+        jax.jit(run)(PARAMS, X), jax.jit(jax.value_and_grad(loss_fn))(PARAMS, X)
+    )
+
+
+# What it composes with.
+
+
+def test_windows_of_windows():
+    tx = accumulate(2, optax.sgd(1.0))
+    run = microbatch_value_and_grad(loss_fn, 3)
+    state = tx.init(PARAMS)
+    for part in (X[:12], X[12:]):
+        updates, state = tx.update(run(PARAMS, part)[1], state, PARAMS, weight=len(part))
+    assert_close(updates, jax.tree.map(jnp.negative, jax.grad(loss_fn)(PARAMS, X)))
+
+
+def test_vmap_higher_gradients_and_checkpoint():
+    run = microbatch_value_and_grad(jax.checkpoint(loss_fn), 4)
+    norm = lambda fn: lambda p: optax.tree.norm(fn(p, X)[1], squared=True)
+    plain = jax.value_and_grad(loss_fn)
+    assert_close(jax.grad(norm(run))(PARAMS), jax.grad(norm(plain))(PARAMS), rtol=1e-4)
+    many = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), PARAMS)
+    vmapped = lambda fn: jax.vmap(fn, (0, None))(many, X)
+    assert_close(vmapped(run), vmapped(plain))
+
+
+def test_batchnorm_and_dropout_of_nnx():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.dense, self.norm = nnx.Linear(4, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5)
+
+        def __call__(self, x, key):
+            return self.dropout(self.norm(self.dense(x)), rngs=nnx.Rngs(dropout=key))
+
+    graphdef, params, rest = nnx.split(Model(nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss(params, rest, x, key):
+        model = nnx.merge(graphdef, params, rest)
+        return (model(x, key) ** 2).mean(), nnx.state(model, nnx.Not(nnx.Param))
+
+    run = microbatch_value_and_grad(loss, 3, batch_argnums=2, rng_argnums=3, carry_argnum=1)
+    (value, new_rest), gradients = jax.jit(run)(params, rest, X, jax.random.key(0))
+    assert np.isfinite(value)
+    chex.assert_trees_all_equal_shapes_and_dtypes((gradients, new_rest), (params, rest))
+    assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (new_rest, rest)), strict=True))
+
+
+MESH = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+
+
+def test_a_batch_that_is_split_over_devices_is_not_moved():
+    x = jax.device_put(X, NamedSharding(MESH, P("data")))
+    params = jax.device_put(PARAMS, NamedSharding(MESH, P()))
+    compiled = jax.jit(microbatch_value_and_grad(loss_fn, 3)).lower(params, x).compile()
+    found = collectives(compiled)
+    assert set(found.outside.kinds) | set(found.in_loops.kinds) == {"all-reduce"}
+    gradient_bytes = 4 * (12 + 3)
+    assert found.in_loops.bytes + found.outside.bytes <= gradient_bytes + 8
+    assert_close(compiled(params, x), jax.value_and_grad(loss_fn)(PARAMS, X))
+
+
+def test_inside_shard_map_it_reduces_once():
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=MESH, in_specs=(P(), P("data")), out_specs=P())
+    def run(params, x):
+        local = varying(params, "data")
+        return lax.pmean(microbatch_value_and_grad(loss_fn, 3)(local, x), "data")
+
+    found = collectives(run.lower(PARAMS, X).compile())
+    assert found.outside.kinds == {"all-reduce": 1}
+    assert found.in_loops.count == 0
+    assert_close(run(PARAMS, X), jax.value_and_grad(loss_fn)(PARAMS, X))
+
+
+# Convolutions.
+
+
+def small_net(x, kernels):
+    for i, kernel in enumerate(kernels):
+        stride = (2, 2) if i == 1 else (1, 1)
+        x = lax.conv_general_dilated(
+            x, kernel, stride, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        x = jnp.tanh(x)
+    return x
+
+
+KERNELS = [jnp.asarray(RNG.normal(size=s) / 5, jnp.float32) for s in ((3, 3, 2, 4), (3, 3, 4, 6))]
+IMAGES = jnp.asarray(RNG.normal(size=(8, 9, 9, 2)), jnp.float32)
+
+
+def image_loss(kernels, images):
+    return jnp.mean(small_net(images, kernels) ** 2)
+
+
+def convolutions(closed):
+    """The layouts of all convolutions of a jaxpr, however deep, of its branch for CPU."""
+    found = []
+    for eqn in closed.eqns:
+        if eqn.primitive is lax.conv_general_dilated_p:
+            found.append(eqn.params["dimension_numbers"])
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else [value]:
+                found += convolutions(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+def test_a_convolutional_net_has_the_gradient_of_the_big_batch():
+    got = jax.jit(microbatch_value_and_grad(image_loss, 4))(KERNELS, IMAGES)
+    assert_close(got, jax.value_and_grad(image_loss)(KERNELS, IMAGES))
+
+
+@st.composite
+def convolution(draw):
+    """Arguments of lax.conv_general_dilated, of any kind that it takes."""
+    n = draw(st.integers(1, 3))
+    ints = lambda low, high: tuple(draw(st.integers(low, high)) for _ in range(n))
+    features, batch_groups = draw(st.sampled_from([(1, 1), (2, 1), (1, 2)]))
+    spec = lambda letters: "".join(draw(st.permutations(letters)))
+    space = "DHW"[:n]
+    numbers = spec("NC" + space), spec("OI" + space), spec("NC" + space)
+    batch, channels, out = 2 * batch_groups, 2 * features, 2 * features * batch_groups
+    window, size = ints(1, 3), ints(5, 7)
+    sizes = {"N": batch, "C": channels, "O": out, "I": channels // features}
+    lhs = [{**sizes, **dict(zip(space, size, strict=True))}[c] for c in numbers[0]]
+    rhs = [{**sizes, **dict(zip(space, window, strict=True))}[c] for c in numbers[1]]
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    dtype = draw(st.sampled_from([jnp.float32, jnp.bfloat16]))
+    array = lambda shape: jnp.asarray(rng.integers(-3, 4, shape), dtype)
+    options = {
+        "window_strides": ints(1, 2),
+        "padding": [(draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in range(n)],
+        "lhs_dilation": ints(1, 2),
+        "rhs_dilation": ints(1, 2),
+        "dimension_numbers": numbers,
+        "feature_group_count": features,
+        "batch_group_count": batch_groups,
+    }
+    return array(lhs), array(rhs), options
+
+
+@given(convolution())
+def test_a_canonical_convolution_is_the_convolution(arguments):
+    lhs, rhs, options = arguments
+    convolve = lambda lhs, rhs: lax.conv_general_dilated(lhs, rhs, **options)
+    got, want = canonical_convolutions(convolve)(lhs, rhs), convolve(lhs, rhs)
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
+    chex.assert_trees_all_close(got, want, rtol=1e-2 if lhs.dtype == jnp.bfloat16 else 1e-6)
+
+
+@settings(max_examples=5)
+@given(convolution())
+def test_gradients_of_convolutions_and_of_canonical_ones_agree(arguments):
+    lhs, rhs, options = arguments
+    lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
+    total = lambda lhs, rhs: (lax.conv_general_dilated(lhs, rhs, **options) ** 2).sum()
+    gradient = jax.grad(total, (0, 1))
+    want = gradient(lhs, rhs)
+    chex.assert_trees_all_close(canonical_convolutions(gradient)(lhs, rhs), want, rtol=1e-4)
+    again = jax.grad(canonical_convolutions(total), (0, 1))
+    chex.assert_trees_all_close(again(lhs, rhs), want, rtol=1e-4)
+
+
+def nested(kernels, images):
+    """Convolutions wherever a jaxpr may hide."""
+    first, second = kernels
+    conv = functools.partial(
+        lax.conv_general_dilated,
+        window_strides=(1, 1),
+        padding="SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+    square = jnp.tile(second[..., :4], 1)
+
+    @jax.custom_vjp
+    def doubled(x):
+        return 2 * conv(x, square)
+
+    doubled.defvjp(
+        lambda x: (doubled(x), x),
+        lambda x, g: (3 * jax.vjp(lambda x: conv(x, square), x)[1](g)[0],),
+    )
+
+    @jax.custom_jvp
+    def halved(x):
+        return conv(x, square) / 2
+
+    halved.defjvps(lambda t, ans, x: 5 * conv(t, square))
+
+    x = jax.checkpoint(lambda x: jnp.tanh(conv(x, first)))(images)
+    x = lax.cond(x.sum() > -1e9, lambda x: conv(x, square), lambda x: x, x)
+    x = lax.scan(lambda c, _: (jnp.tanh(conv(c, square)), None), x, None, length=2)[0]
+    x = jax.jit(lambda x: doubled(x) + halved(x))(x)
+    return jnp.mean(lax.fori_loop(0, 2, lambda i, x: jnp.tanh(conv(x, square)), x) ** 2)
+
+
+def test_control_flow_checkpoint_and_custom_derivatives_keep_their_meaning():
+    want = jax.jit(jax.value_and_grad(nested))(KERNELS, IMAGES)
+    got = jax.jit(canonical_convolutions(jax.value_and_grad(nested)))(KERNELS, IMAGES)
+    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-6)
+    outside = jax.jit(jax.value_and_grad(canonical_convolutions(nested)))(KERNELS, IMAGES)
+    chex.assert_trees_all_close(outside, want, rtol=1e-4, atol=1e-6)
+
+
+def test_the_recomputation_of_a_checkpoint_survives():
+    loss = lambda kernels, images: image_loss(kernels, images)
+    kept, recomputed = (
+        jax.jit(canonical_convolutions(jax.grad(f))).lower(KERNELS, IMAGES).as_text()
+        for f in (loss, jax.checkpoint(loss))
+    )
+    assert recomputed.count("convolution(") > kept.count("convolution(")
+
+
+def test_no_layout_work_where_there_is_nothing_to_mend():
+    plain = jax.make_jaxpr(jax.grad(loss_fn))(PARAMS, X)
+    ours = jax.make_jaxpr(canonical_convolutions(jax.grad(loss_fn)))(PARAMS, X)
+    assert [e.primitive for e in ours.eqns] == [e.primitive for e in plain.eqns]
+    # The forward convolutions of a net with channels last are as they should be.
+    plain = jax.make_jaxpr(small_net)(IMAGES, KERNELS)
+    ours = jax.make_jaxpr(canonical_convolutions(small_net))(IMAGES, KERNELS)
+    assert [e.primitive for e in ours.eqns] == [e.primitive for e in plain.eqns]
+    # Lowered for another platform, a convolution is what it was.
+    gradient = jax.grad(image_loss)
+    count = lambda f: str(
+        jax.jit(f).trace(KERNELS, IMAGES).lower(lowering_platforms=("cuda",)).as_text()
+    ).count("stablehlo.transpose")
+    assert count(canonical_convolutions(gradient)) == count(gradient)
+
+
+def test_memory_is_that_of_a_micro_batch():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for features in (8, 16):
+                x = nn.relu(nn.GroupNorm(4)(nn.Conv(features, (3, 3))(x)))
+            return nn.Dense(3)(x.mean((1, 2)))
+
+    net = Net()
+    x = jnp.zeros((64, 16, 16, 3))
+    params = net.init(jax.random.key(0), x[:1])
+    loss = lambda params, x: jnp.mean(net.apply(params, x) ** 2)
+    temp = lambda f: jax.jit(f).lower(params, x).compile().memory_analysis().temp_size_in_bytes
+    whole = temp(jax.value_and_grad(loss))
+    assert temp(microbatch_value_and_grad(loss, 8)) < whole / 6
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_microbatches": 0}, "num_microbatches must be an int of at least 1, got 0"),
+        ({"num_microbatches": -1}, "num_microbatches .*got -1"),
+        ({"num_microbatches": 2.5}, r"num_microbatches .*got 2\.5"),
+        ({"num_microbatches": True}, "num_microbatches .*got True"),
+        ({"num_microbatches": 25}, "at most the number of examples, 24; got 25"),
+        ({"weight_fn": 3}, "weight_fn must be a function or None, got 3"),
+        ({"weight_fn": lambda x: x}, r"weight must be a real scalar, got .*shape \(12, 4\)"),
+        ({"normalize": "max"}, "normalize must be one of"),
+        ({"accumulator_dtype": jnp.float16}, "accumulator_dtype must have the range"),
+        ({"batch_argnums": 0}, "batch_argnums must name other arguments than argnums, got 0"),
+        ({"rng_argnums": -1}, "rng_argnums must be the number of an argument, from 0, got -1"),
+        ({"carry_argnum": 1}, "carry_argnum must name other arguments than batch_argnums"),
+        ({"batch_argnums": ()}, "argnums and batch_argnums must name an argument"),
+        ({"batch_argnums": 2}, "loss_fn must be called with its arguments in order, at least 3"),
+        ({"loss_fn": losses}, r"loss_fn's loss must be a real floating scalar, got float32\[12\]"),
+        ({"loss_fn": 1}, "loss_fn must be a function, got 1"),
+        ({"has_aux": True}, r"loss_fn must be a pair, got float32\[\]"),
+        (
+            {"has_aux": True, "loss_fn": lambda p, x: (loss_fn(p, x), x.T)},
+            r"aux must hold scalars, and arrays with the example axis first; aux.* \(4, 12\)",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_named(options, message):
+    options = {"loss_fn": loss_fn, "num_microbatches": 2, **options}
+    with pytest.raises(ValueError, match=message):
+        microbatch_value_and_grad(**options)(PARAMS, X)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (jnp.float32(1), "batch must hold arrays with the example axis first"),
+        ((X, X[:3]), r"batch must hold one number of examples .*24.*3"),
+    ],
+)
+def test_a_batch_without_one_leading_axis_is_named(batch, message):
+    with pytest.raises(ValueError, match=message):
+        microbatch_value_and_grad(lambda p, x: 1.0, 2)(PARAMS, batch)
+
+
+def test_a_carry_that_changes_is_named():
+    run = microbatch_value_and_grad(
+        lambda p, c, x: (loss_fn(p, x), c[None]), 2, batch_argnums=2, carry_argnum=1
+    )
+    with pytest.raises(ValueError, match=r"loss_fn must return the carry .*float32\[1, 3\]"):
+        run(PARAMS, jnp.ones(3), X)
