@@ -191,6 +191,16 @@ def check_shared_params(params: Any, axis_name: Any) -> None:
             )
 
 
+def check_representations(representations: Any, size: int) -> None:
+    """Require a row for each example."""
+    for path, leaf in tree_flatten_with_path(representations)[0]:
+        if jnp.ndim(leaf) < 1 or len(leaf) != size:
+            raise ValueError(
+                "encode_fn must return arrays with a row for each example; of a micro-batch of"
+                f" {size} it returns representations{keystr(path)} of shape {jnp.shape(leaf)}."
+            )
+
+
 def check_given(name: str, value: Any, is_expected: bool) -> None:
     """Require an argument of a train step where it was announced, and there alone."""
     if (value is not None) != is_expected:

@@ -97,11 +97,11 @@ def microbatch_value_and_grad(
         if is_plain:
             loss, rest, gradients = run(*args)
             return one.value(loss, *rest), gradients
-        keys = [jax.random.split(args[i], num) if num > 1 else args[i][None] for i in rng_at]
+        keys = [split_key(args[i], num) for i in rng_at]
 
         def micro_batch(i, carry, is_larger):
             """Its weight; what is summed; its carry and what is not summed of its aux."""
-            part = functools.partial(_part, i=i, num=num, is_larger=is_larger)
+            part = functools.partial(part_of, i=i, num=num, is_larger=is_larger)
             parts = [jax.tree.map(part, x) for x in batch]
             new = dict(enumerate(args))
             new |= zip(batch_at, parts, strict=True)
@@ -148,7 +148,7 @@ def microbatch_value_and_grad(
             jax.tree.map(scale(f), s, x)
             for f, s, x in zip((factor, per_weight, factor), total, like, strict=True)
         )
-        rows = jax.tree.map(_in_order, *all_rows)
+        rows = jax.tree.map(in_order, *all_rows)
         return one.value(loss, carry, _join_aux(scalars, rows)), gradients
 
     return microbatched
@@ -190,7 +190,12 @@ class _OneBatch(NamedTuple):
         return loss, ((carry, aux) if self.has_aux else carry)
 
 
-def _part(x, i, num, is_larger):
+def split_key(key, num):
+    """A key for each micro-batch; one alone keeps that of the call."""
+    return jax.random.split(key, num) if num > 1 else key[None]
+
+
+def part_of(x, i, num, is_larger):
     """Rows i, i + num, i + 2 num and so on: in place on each device that has a part of them."""
     whole = len(x) // num
     rows = x[: whole * num].reshape(whole, num, *x.shape[1:])
@@ -201,12 +206,12 @@ def _part(x, i, num, is_larger):
     return jnp.concatenate([part, last])
 
 
-def _in_order(*parts):
+def in_order(*parts):
     """The rows of all micro-batches, stacked by size, as they lay in the batch."""
     if len(parts) == 1:
         return parts[0].swapaxes(0, 1).reshape(-1, *parts[0].shape[2:])
     larger, smaller = parts
-    return jnp.concatenate([_in_order(jnp.concatenate([larger[:, :-1], smaller])), larger[:, -1]])
+    return jnp.concatenate([in_order(jnp.concatenate([larger[:, :-1], smaller])), larger[:, -1]])
 
 
 def _divide_aux(aux, size):

@@ -1,0 +1,127 @@
+"""The exact gradient of a contrastive loss, in the memory of a micro-batch."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_accum import _call_validation, _validation
+from optax_accum._canonical_conv import canonical_convolutions
+from optax_accum._microbatch import in_order, microbatch_value_and_grad, part_of, split_key
+
+
+def contrastive_value_and_grad(
+    encode_fn: Callable[..., Any],
+    loss_fn: Callable[[Any, Any], jax.Array],
+    num_microbatches: int,
+    *,
+    rng_argnums: int | Sequence[int] = (),
+) -> Callable[..., tuple[jax.Array, Any]]:
+    """Differentiate a loss in which each example meets all others, micro-batch by micro-batch.
+
+    With representations r = `encode_fn(params, batch)` of all examples, the loss L(params, r) is
+    no mean over micro-batches, and its gradient is not that of any accumulation. It is
+
+        dL/dparams = ∂L/∂params + Σᵢ (∂rᵢ/∂params)ᵀ ∂L/∂rᵢ
+
+    over micro-batches i: the representations are computed first, without a gradient, then the
+    loss and its derivative ∂L/∂r, and then each micro-batch once more, with its part of that. So
+    encoding takes a second pass forward, and memory for the activations of one micro-batch.
+
+    Args:
+      encode_fn: `encode_fn(params, batch[, rng])`, the representations: a pytree of arrays with the
+        example axis first. Examples must not see each other in it (no BatchNorm).
+      loss_fn: `loss_fn(params, representations)`, a real scalar, of those of the whole batch in its
+        order. What it takes from `params`, such as a temperature, counts once.
+      num_microbatches: At least 1; 1 is `jax.value_and_grad` of the composition.
+      rng_argnums: 2 where `encode_fn` takes a key. Each micro-batch gets one split from it, the
+        same in both passes.
+
+    Returns:
+      A function `(params, batch[, rng]) -> (loss, gradients)`. Inside `jax.shard_map` let `loss_fn`
+      gather the representations and return the mean of the loss over devices, differentiate with
+      respect to `varying(params, axis)`, and sum the gradients over devices.
+
+    Raises:
+      ValueError: An argument breaks its rule.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> encode = lambda params, x: jnp.tanh(x @ params["w"])
+      >>> def loss(params, r):
+      ...     similarity = params["scale"] * r @ r.T
+      ...     return -jnp.mean(jnp.diag(jax.nn.log_softmax(similarity)))
+      >>> params = {"w": jnp.eye(3), "scale": 2.0}
+      >>> x = jax.random.normal(jax.random.key(0), (8, 3))
+      >>> value, gradients = contrastive_value_and_grad(encode, loss, 4)(params, x)
+      >>> want = jax.grad(lambda params: loss(params, encode(params, x)))(params)
+      >>> bool(jnp.allclose(gradients["scale"], want["scale"]))
+      True
+
+    References:
+      Gao et al., 2021, Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup
+      (arXiv:2101.06983).
+    """
+    _validation.check_function("encode_fn", encode_fn)
+    _validation.check_function("loss_fn", loss_fn)
+    _call_validation.check_count("num_microbatches", num_microbatches)
+    _, rng_at = _call_validation.argument_numbers(0, 1, rng_argnums, None)
+    num = int(num_microbatches)
+    encode = canonical_convolutions(encode_fn) if num > 1 else encode_fn
+
+    def checked_loss(params, representations):
+        return _call_validation.loss(loss_fn(params, representations))
+
+    def whole(params, *args):
+        return checked_loss(params, encode_fn(params, *args))
+
+    def surrogate(params, batch, cotangents, *rngs):
+        """A number whose gradient is a micro-batch's part of the sum."""
+        pairs = zip(
+            jax.tree.leaves(encode_fn(params, batch, *rngs)),
+            jax.tree.leaves(cotangents),
+            strict=True,
+        )
+        return sum(jnp.sum(r * c).astype(jnp.float32) for r, c in pairs)
+
+    backward = microbatch_value_and_grad(
+        surrogate,
+        num,
+        batch_argnums=(1, 2),
+        rng_argnums=tuple(at + 1 for at in rng_at),
+        normalize="sum",
+        weight_fn=lambda batch, cotangents: 1,
+    )
+
+    def value_and_grad(params, batch, *rngs):
+        _call_validation.check_has_arguments((params, batch, *rngs), (1, *rng_at), None)
+        batch = jax.tree.map(jnp.asarray, batch)
+        size = _call_validation.check_batch(batch)
+        _call_validation.check_enough_examples(num, size)
+        if num == 1:
+            return jax.value_and_grad(whole)(params, batch, *rngs)
+        keys = [split_key(rng, num) for rng in rngs]
+
+        def forward(is_larger):
+            """Representations of the micro-batches of one size."""
+            first, last = (0, size % num) if is_larger else (size % num, num)
+
+            def body(_, i):
+                part = jax.tree.map(lambda x: part_of(x, i, num, is_larger), batch)
+                rows = encode(params, part, *(key[i] for key in keys))
+                _call_validation.check_representations(rows, _call_validation.check_batch(part))
+                return None, rows
+
+            return lax.scan(body, None, jnp.arange(first, last))[1]
+
+        parts = [forward(is_larger) for is_larger in ([True, False] if size % num else [False])]
+        representations = jax.tree.map(in_order, *parts)
+        loss, (direct, cotangents) = jax.value_and_grad(checked_loss, (0, 1))(
+            params, representations
+        )
+        _, through = backward(params, batch, cotangents, *rngs)
+        return loss, jax.tree.map(jnp.add, direct, through)
+
+    return value_and_grad
