@@ -117,6 +117,7 @@ def accumulate(
     _validation.check_accumulator_dtype(accumulator_dtype)
     _validation.check_dtype("emit_dtype", emit_dtype)
     _validation.check_callable("should_skip_update_fn", should_skip_update_fn)
+    _validation.check_axis_name(axis_name)
     _validation.check_names("average_extra_args", average_extra_args, ("weight", "flush"))
 
     always_closes = not callable(every_k) and every_k == 1

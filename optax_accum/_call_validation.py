@@ -211,6 +211,34 @@ def check_given(name: str, value: Any, is_expected: bool) -> None:
         )
 
 
+def check_shared_prefix(states: Any) -> None:
+    """Require that what sees the micro-gradients of each device holds no state."""
+    for path, _ in tree_flatten_with_path(states)[0]:
+        raise ValueError(
+            "tx must hold no state before its accumulator on a mesh, where devices share it and"
+            f" each sees gradients of its own; got opt_state{keystr(path)}. Let it stand after the"
+            " accumulator."
+        )
+
+
+def check_own_model_state(own: Any, model_state: Any) -> None:
+    """Require the model state that the optimizer state has room for."""
+    old, old_def = tree_flatten_with_path(own)
+    new, new_def = tree_flatten_with_path(model_state)
+    if old_def != new_def:
+        raise ValueError(
+            f"model_state must have the tree that the state was made with, {old_def}; got"
+            f" {new_def}."
+        )
+    for (path, n), (_, o) in zip(new, old, strict=True):
+        if jnp.shape(n) != jnp.shape(o)[1:] or dtype_of(n) != dtype_of(o):
+            raise ValueError(
+                "model_state must have the shapes and dtypes that the state was made with;"
+                f" model_state{keystr(path)} goes from {dtype_of(o)}{list(jnp.shape(o)[1:])} to"
+                f" {dtype_of(n)}{list(jnp.shape(n))}."
+            )
+
+
 def check_no_keys(name: str, tree: Any) -> None:
     """Require arrays of which a mean or a maximum over devices can be taken."""
     for path, leaf in tree_flatten_with_path(tree)[0]:
@@ -221,9 +249,15 @@ def check_no_keys(name: str, tree: Any) -> None:
             )
 
 
-def check_size(window_weight: Any, num_devices: int, axis_name: Any) -> None:
-    """Require a state that was made for so many devices."""
-    if jnp.shape(window_weight) != (num_devices,):
+def check_size(window_weight: Any, num_devices: int | None, axis_name: Any) -> None:
+    """Require a state that was made for so many devices, or for no mesh."""
+    if num_devices is None:
+        if jnp.ndim(window_weight):
+            raise ValueError(
+                "opt_state must be that of a step without a mesh; got one for the"
+                f" {jnp.size(window_weight)} devices of an axis_name. Make the step with mesh=."
+            )
+    elif jnp.shape(window_weight) != (num_devices,):
         raise ValueError(
             f"opt_state must be that of the {num_devices} devices along axis_name={axis_name!r};"
             f" got one for {jnp.size(window_weight)}. Carry it over with"
@@ -246,6 +280,13 @@ def pair(name: str, value: Any) -> tuple[Any, Any]:
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise ValueError(f"{name} must be a pair, got {_shapes(value)}.")
     return value[0], value[1]
+
+
+def weight(value: Any) -> Any:
+    """What `weight_fn` returned, if anything."""
+    if value is None:
+        raise ValueError("weight_fn must return a real scalar, got None.")
+    return value
 
 
 def loss(value: Any) -> Any:

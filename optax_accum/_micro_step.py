@@ -11,7 +11,7 @@ import optax
 from jax import lax
 
 from optax_accum import _call_validation, _validation
-from optax_accum._axis import varying
+from optax_accum._axis import check_own, varying
 from optax_accum._chain import Accumulator
 from optax_accum._state import AccumulateState, accumulate_states, has_updated, is_open
 
@@ -63,13 +63,9 @@ class MicroStep:
             params if axis_name is None else varying(params, axis_name), *args
         )
         if self.weight_fn is not None:
-            weight = self.weight_fn(batch)
-        elif (
-            state.window_sum is None
-            and axis_name is None
-            and not accumulate_states(state.inner_state)
-        ):
-            weight = None  # a window of one has nothing to weigh
+            weight = _call_validation.weight(self.weight_fn(batch))
+        elif self._is_alone(state):
+            weight = None
         else:
             weight = _call_validation.check_batch(batch)
         update = functools.partial(self.update, gradients, weight=weight, value=loss)
@@ -140,7 +136,14 @@ class MicroStep:
                 new_state, aux = (beside, None) if self.model_state else (None, beside)
         if self.model_state:
             _call_validation.check_returned("model_state", new_state, args[0])
+        if self.accumulator.axis_name is not None:
+            check_own("loss_fn", value, self.accumulator.axis_name)
         return _call_validation.loss(value), (new_state, aux)
+
+    def _is_alone(self, state):
+        """Whether the mean is over one micro-batch, whose weight cancels."""
+        is_mean = self.accumulator.normalize == "mean" and self.accumulator.axis_name is None
+        return is_mean and state.window_sum is None and not accumulate_states(state.inner_state)
 
     def _key(self, rng, state):
         """The key of this micro-batch on this device."""

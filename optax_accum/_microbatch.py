@@ -110,7 +110,7 @@ def microbatch_value_and_grad(
             loss, (carry, aux), gradients = run(*new.values())
             size = _call_validation.check_batch(parts)
             scalars, rows = _divide_aux(aux, size)
-            weight = size if weight_fn is None else weight_fn(*parts)
+            weight = size if weight_fn is None else _call_validation.weight(weight_fn(*parts))
             return weight, (loss, scalars, gradients), (carry, rows)
 
         carry = None if carry_argnum is None else args[carry_argnum]

@@ -1,5 +1,6 @@
 """A ready train step: one compiled call for each micro-batch, on one device or on a mesh."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +43,8 @@ def make_train_step(
         `(loss, aux)`, with `model_state` `(loss, new_state)`, with both
         `(loss, (new_state, aux))`.
       tx: What `accumulate` or `chain` returned. What it runs once per window also gets the
-        window's mean loss, as `value=`.
+        window's mean loss, as `value=` (and no other extra args). On a mesh nothing with a state
+        may stand before the accumulator.
       has_aux: Whether `loss_fn` returns something to hand out.
       weight_fn: `weight_fn(batch)`, the weight of a micro-batch: the tokens in it, say. Default:
         its number of examples. It sees the part of one device.
@@ -63,7 +65,7 @@ def make_train_step(
       donated: use what is returned. `metrics` is a dict of
 
       - `loss`: float32 [], Σ wᵢ lossᵢ / Σ wᵢ of the window that this call closed, over all
-        devices; NaN in all other calls.
+        devices; NaN in all other calls (so `jax.debug_nans` stops there).
       - `grad_norm`: float32 [], the norm of the window's mean gradient as the inner transformations
         receive it, before they clip it; NaN in all other calls.
       - `micro_step`, `gradient_step`, `emitted`: of the state after the call; of windows inside
@@ -204,7 +206,7 @@ class TrainStep:
             self._on_mesh(params),
             self._state_on_mesh(opt_state, model_state),
             self._split(batch),
-            rng,
+            self._on_mesh(rng),
             self._on_mesh(model_state),
         )
 
@@ -216,44 +218,51 @@ class TrainStep:
         """The state on its devices, with room for the model state that each has within a window."""
         state = accumulate_state(opt_state)
         _call_validation.check_made_by_step(state.extras)
+        size = None if self._mesh is None else self._num_devices()
+        _call_validation.check_size(state.window_weight, size, self._axis_name)
         if self._mesh is None:
             return opt_state
-        size = self._num_devices()
-        _call_validation.check_size(state.window_weight, size, self._axis_name)
-        if model_state is not None and "model_state" not in state.extras:
-            spread = lambda x: jnp.broadcast_to(x, (size, *jnp.shape(x)))
-            opt_state = with_extras(opt_state, model_state=jax.tree.map(spread, model_state))
-        elif self._is_on_mesh(state.window_weight):
+        is_placed = self._is_split(state.window_weight)
+        if model_state is not None and "model_state" in state.extras:
+            _call_validation.check_own_model_state(state.extras["model_state"], model_state)
+        elif model_state is not None:
+            own = jax.tree.map(functools.partial(_stacked, size), model_state)
+            opt_state, is_placed = with_extras(opt_state, model_state=own), False
+        if is_placed:
             return opt_state
         specs = state_specs(opt_state, self._axis_name)
-        return jax.tree.map(self._on_mesh, opt_state, specs)
+        place = lambda x, spec: self._split(x) if spec == self._own else self._on_mesh(x)
+        return jax.tree.map(place, opt_state, specs)
 
-    def _on_mesh(self, tree, spec=_SHARED):
+    def _on_mesh(self, tree):
         """What is not on the devices of the mesh yet goes there: it could not be donated else."""
         if self._mesh is None:
             return tree
-        sharding = NamedSharding(self._mesh, spec)
-        place = lambda x: x if self._is_on_mesh(x) else jax.device_put(x, sharding)
-        return jax.tree.map(place, tree)
+        sharding = NamedSharding(self._mesh, _SHARED)
 
-    def _split(self, batch):
-        """The batch, shared out between the devices along its first axis, where it is not yet."""
-        if self._mesh is None:
-            return batch
-        sharding = NamedSharding(self._mesh, self._own)
-
-        def is_split(x):
+        def is_there(x):
             if isinstance(x, Tracer | jax.ShapeDtypeStruct):
                 return True
-            spec = getattr(x.sharding, "spec", ()) if self._is_on_mesh(x) else ()
-            return len(spec) > 0 and set(axis_names(self._axis_name)) <= set(axis_names(spec[0]))
+            return isinstance(x, jax.Array) and x.sharding.device_set == self._devices
 
-        return jax.tree.map(lambda x: x if is_split(x) else jax.device_put(x, sharding), batch)
+        return jax.tree.map(lambda x: x if is_there(x) else jax.device_put(x, sharding), tree)
 
-    def _is_on_mesh(self, x):
+    def _split(self, tree):
+        """Arrays shared out between the devices along their first axis, where they are not yet."""
+        if self._mesh is None:
+            return tree
+        sharding = NamedSharding(self._mesh, self._own)
+        place = lambda x: x if self._is_split(x) else jax.device_put(x, sharding)
+        return jax.tree.map(place, tree)
+
+    def _is_split(self, x):
         if isinstance(x, Tracer | jax.ShapeDtypeStruct):
             return True
-        return isinstance(x, jax.Array) and x.sharding.device_set == self._devices
+        sharding = getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != self._mesh:
+            return False
+        spec = sharding.spec
+        return len(spec) > 0 and axis_names(spec[0]) == axis_names(self._axis_name)
 
     def _num_devices(self):
         assert self._mesh is not None
@@ -279,6 +288,8 @@ class TrainStep:
 
     def _init_specs(self, params):
         state = jax.eval_shape(self._init, params)
+        if type(state) is tuple:
+            _call_validation.check_shared_prefix(state[:-1])
         return (_SHARED,), state_specs(state, self._axis_name)
 
     def _flush_specs(self, params, opt_state, model_state):
@@ -294,3 +305,11 @@ class TrainStep:
             metrics = {**metrics, "aux": self._own}
         in_specs = (_SHARED, specs, self._own, _SHARED, _SHARED)
         return in_specs, (_SHARED, specs, metrics, *new)
+
+
+def _stacked(size, x):
+    """One for each device."""
+    shape = (size, *jnp.shape(x))
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+    return jnp.broadcast_to(x, shape)

@@ -113,6 +113,14 @@ def check_names(name: str, value: Any, reserved: tuple[str, ...]) -> None:
         )
 
 
+def check_axis_name(axis_name: Any) -> None:
+    """Require the name of an axis, or a tuple of them."""
+    if isinstance(axis_name, list | set | dict):
+        raise ValueError(
+            f"axis_name must be the name of a mapped axis or a tuple of names, got {axis_name!r}."
+        )
+
+
 def check_averaged_inside(names: frozenset[str], inside: frozenset[str]) -> None:
     """Require that an accumulator averages what the one around it does, and may be more."""
     if not names <= inside:

@@ -571,6 +571,11 @@ def test_an_axis_that_is_not_mapped_is_named(function):
         tx.update(PARAMS, state, PARAMS) if function == "update" else varying(PARAMS, "batch")
 
 
+def test_a_list_of_axes_is_refused():
+    with pytest.raises(ValueError, match=r"axis_name must be .* a tuple of names, got \['data'\]"):
+        accumulate(2, axis_name=["data"])
+
+
 @pytest.mark.parametrize("number", [0, -1, 2.0, True])
 def test_a_wrong_number_of_devices_is_named(number):
     state = accumulate(2, axis_name="data").init(PARAMS)

@@ -232,6 +232,24 @@ def test_flush_closes_a_short_window_and_an_empty_one_changes_nothing(place):
     assert metrics["gradient_step"] == 1
 
 
+@pytest.mark.parametrize("normalize", ["mean", "ratio", "sum"])
+@pytest.mark.parametrize("k", [1, 2])
+def test_one_device_and_eight_weigh_alike_at_every_k(normalize, k):
+    ends = []
+    for axis_name, mesh in ((None, None), ("data", MESH)):
+        tx = accumulate(k, optax.sgd(1e-3), normalize=normalize, axis_name=axis_name)
+        params, _, rows = train(make_train_step(loss_fn, tx, mesh=mesh), X[:k])
+        # Eight devices bring eight losses of two examples each for one of sixteen.
+        factor = 8 if normalize == "ratio" and mesh else 1
+        ends.append((params, factor, rows[-1]["loss"]))
+    start = params_of()
+    (one, _, loss), (eight, factor, eight_loss) = ends
+    change = lambda params: jax.tree.map(lambda p, s: np.asarray(p) - s, params, start)
+    want = jax.tree.map(lambda c: c * factor, change(one))
+    chex.assert_trees_all_close(change(eight), want, rtol=1e-2, atol=1e-6)
+    np.testing.assert_allclose(eight_loss, loss * factor, rtol=1e-5)
+
+
 @pytest.mark.parametrize("place", ["one device", "eight devices"])
 def test_with_every_k_1_there_is_nothing_to_flush(place):
     inner = INNERS["plateau"]
@@ -304,6 +322,10 @@ def test_aux_comes_from_each_device():
 def with_statistics(params, state, x):
     mean = 0.9 * state["mean"] + 0.1 * x.mean(0)
     return loss_fn(params, x), {"mean": mean, "count": state["count"] + 1}
+
+
+def keyed(params, state, x, key):
+    return with_statistics(params, state, x)
 
 
 def statistics():
@@ -458,6 +480,37 @@ def test_flax_models_train_with_batchnorm_and_dropout(model, mesh):
 
 
 # Meshes.
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_state_that_lies_elsewhere_is_brought_to_its_devices(axis_type, count):
+    mesh = jax.make_mesh((count,), ("data",), (axis_type,), devices=jax.devices()[:count])
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    places = [
+        jax.device_get,
+        lambda tree: jax.device_put(jax.device_get(tree), NamedSharding(mesh, P())),
+        lambda tree: jax.device_put(jax.device_get(tree), one),
+    ]
+    step = on_mesh(2, optax.adam(0.1), loss_fn=keyed, mesh=mesh, model_state=True, rng=True)
+    ends = []
+    for place in (lambda tree: tree, *places):
+        params, state = params_of(), statistics()
+        opt_state = step.init(params, state)
+        for x in X[:2]:
+            params, opt_state, state = place((params, opt_state, state))
+            key = jax.device_put(jax.random.key(0), one)
+            params, opt_state, _, state = step(params, opt_state, x, model_state=state, rng=key)
+        ends.append(jax.device_get((params, opt_state, state)))
+    for end in ends[1:]:
+        chex.assert_trees_all_equal(end, ends[0])
+
+
+def test_a_step_is_lowered_from_shapes_alone():
+    step = on_mesh(2, optax.adam(0.1), loss_fn=with_statistics, model_state=True)
+    shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    state = shapes(step.init(params_of()))
+    step.lower(shapes(params_of()), state, shapes(X[0]), model_state=shapes(statistics())).compile()
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
@@ -621,6 +674,11 @@ def call(step, *, params=None, state=None, batch=None, **keywords):
     return step(params, state, X[0] if batch is None else batch, **keywords)
 
 
+def call_with_statistics(model_state):
+    step = on_mesh(2, loss_fn=with_statistics, model_state=True)
+    return call(step, state=step.init(params_of(), statistics()), model_state=model_state)
+
+
 PLAIN = functools.partial(make_train_step, loss_fn, accumulate(2, optax.sgd(0.1)))
 
 
@@ -637,6 +695,29 @@ PLAIN = functools.partial(make_train_step, loss_fn, accumulate(2, optax.sgd(0.1)
             lambda: call(on_mesh(2), batch=X[0][:12]),
             r"batch must hold .* the 8 devices along axis_name='data' divide, got 12",
         ),
+        (
+            lambda: call(on_mesh(2, loss_fn=lambda p, x: jax.lax.pmean(loss_fn(p, x), "data"))),
+            r"loss_fn must return the loss of its own device.*axis 'data'.*lax.pmean",
+        ),
+        (
+            lambda: call(PLAIN(weight_fn=lambda x: None)),
+            "weight_fn must return a real scalar, got None",
+        ),
+        (
+            lambda: call(PLAIN(), state=on_mesh(2, optax.sgd(0.1)).init(params_of())),
+            r"opt_state must be that of a step without a mesh; got one for the 8 devices",
+        ),
+        (
+            lambda: make_train_step(
+                loss_fn, chain(optax.zero_nans(), accumulate(2, axis_name="data")), mesh=MESH
+            ).init(params_of()),
+            r"tx must hold no state before its accumulator on a mesh",
+        ),
+        (
+            lambda: call_with_statistics({"mean": jnp.zeros(3), "count": jnp.int32(0)}),
+            r"model_state\['mean'\] goes from float32\[2\] to float32\[3\]",
+        ),
+        (lambda: call_with_statistics({"mean": jnp.zeros(2)}), "model_state must have the tree"),
         (lambda: call(PLAIN(), batch={}), "batch must hold one number of examples"),
         (lambda: call(PLAIN(rng=True)), r"rng must be passed .*got none and rng=True"),
         (lambda: call(PLAIN(), rng=jax.random.key(0)), r"rng must be passed .*and rng=False"),
