@@ -58,10 +58,14 @@ class Cell(NamedTuple):
     seed: int
 
     @property
+    def devices(self) -> int:
+        """How many devices share a micro-step."""
+        return DEVICES if self.norm == "batch-sync" else 1
+
+    @property
     def arm(self) -> Arm:
         """The window: the images of a micro-step, on all devices, and their number."""
-        devices = DEVICES if self.norm == "batch-sync" else 1
-        images = devices * self.physical_batch
+        images = self.devices * self.physical_batch
         return Arm(images, EFFECTIVE_BATCH // images)
 
     def __str__(self) -> str:
@@ -130,13 +134,15 @@ def load(args):
     return images._replace(name=args.data_name or images.name)
 
 
-def one_thread(compiled):
+def one_thread(compiled, devices):
     """Set up a worker, before its JAX starts."""
     # One thread a worker: more images per second in all, and figures that do not depend on the
     # number of cores. On a card the workers share its memory.
     flags = os.environ.get("XLA_FLAGS", "")
     flags += " --xla_cpu_multi_thread_eigen=false"
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={DEVICES}"
+    if devices > 1:  # for these alone, since it changes what is rounded on one
+        flags += f" --xla_force_host_platform_device_count={devices}"
+    os.environ["XLA_FLAGS"] = flags
     os.environ["NPROC"] = "1"
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     jax.config.update("jax_compilation_cache_dir", compiled)
@@ -152,10 +158,18 @@ def work(cell, args, data):
 
 def run(cells, args, data, keep):
     """Train the cells, `args.workers` at a time; each goes to `keep` when it is finished."""
+    for devices in (1, DEVICES):
+        mine = [cell for cell in cells if cell.devices == devices]
+        if mine:
+            run_on(devices, mine, args, data, keep)
+
+
+def run_on(devices, cells, args, data, keep):
+    """Train cells that each take so many devices."""
     spawn = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory() as compiled,
-        futures.ProcessPoolExecutor(args.workers, spawn, one_thread, (compiled,)) as pool,
+        futures.ProcessPoolExecutor(args.workers, spawn, one_thread, (compiled, devices)) as pool,
     ):
         running = [pool.submit(work, cell, args, data) for cell in cells]
         try:

@@ -135,7 +135,8 @@ def launch(args):
 
 
 def say(args, message):
-    print(f"[{args.process_id}] {message}", flush=True)
+    sys.stdout.write(f"[{args.process_id}] {message}\n")  # in one piece, beside the others
+    sys.stdout.flush()
 
 
 def parse(argv):

@@ -63,7 +63,7 @@ def parameters(out):
 
 
 def losses(out):
-    return [float(loss) for loss in re.findall(r"\[0\] window \d+: loss (\S+)", out)]
+    return [float(loss) for loss in re.findall(r"\[0\] window \d+: loss (\d+\.\d+)", out)]
 
 
 def test_two_processes_of_two_devices_train_as_one_of_four(start, coordinator):

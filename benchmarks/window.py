@@ -1,0 +1,164 @@
+"""A window inside one call against the big batch: memory, time and compile time.
+
+    python benchmarks/window.py                       # five minutes on two CPU cores
+    python benchmarks/window.py --cases cnn --runs 1
+
+`cnn` is a small residual network with GroupNorm and 256 images of 32 x 32, `transformer` has 4
+layers of width 256 and 64 sequences of 64 tokens; each row is loss and gradient, compiled. The
+methods take turns within a run; times are medians, ratios medians of the ratios within a run.
+`temp` is what XLA reserves beside arguments and results. `optax.microbatch` is the mean over as
+many micro-batches with `jax.value_and_grad` inside; on the CNN it is timed once, since XLA's
+convolutions are slow in its loop.
+"""
+
+import argparse
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+
+from optax_accum import microbatch_value_and_grad
+
+MEAN = optax.microbatching.AccumulationType.MEAN
+
+
+class Block(nn.Module):
+    """Two convolutions beside a shortcut."""
+
+    features: int
+    stride: int
+
+    @nn.compact
+    def __call__(self, x):
+        strides = (self.stride, self.stride)
+        y = nn.relu(nn.GroupNorm(8)(nn.Conv(self.features, (3, 3), strides, use_bias=False)(x)))
+        y = nn.GroupNorm(8)(nn.Conv(self.features, (3, 3), use_bias=False)(y))
+        if x.shape != y.shape:
+            x = nn.Conv(self.features, (1, 1), strides, use_bias=False)(x)
+        return nn.relu(x + y)
+
+
+class Cnn(nn.Module):
+    """Seven convolutions and three shortcuts."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(16, (3, 3))(x)
+        for features, stride in ((16, 1), (32, 2), (64, 2)):
+            x = Block(features, stride)(x)
+        return nn.Dense(10)(x.mean((1, 2)))
+
+
+class Transformer(nn.Module):
+    """Four layers before the norm, of width 256."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(512, 256)(tokens)
+        for _ in range(4):
+            x += nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x))
+            x += nn.Dense(256)(nn.gelu(nn.Dense(1024)(nn.LayerNorm()(x))))
+        return nn.Dense(512)(nn.LayerNorm()(x))
+
+
+def cross_entropy(net):
+    def loss_fn(params, x, y):
+        logits = net.apply(params, x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    return loss_fn
+
+
+def case(name):
+    """Loss function, parameters, batch and the numbers of micro-batches."""
+    rng = np.random.default_rng(0)
+    if name == "cnn":
+        net, ks = Cnn(), (4, 16, 64)
+        x = rng.normal(size=(256, 32, 32, 3)).astype(np.float32)
+        y = rng.integers(0, 10, 256)
+    else:
+        net, ks = Transformer(), (4, 8)
+        x, y = rng.integers(0, 512, (2, 64, 64))
+    return cross_entropy(net), net.init(jax.random.key(0), x[:1]), (x, y), ks
+
+
+class Arm:
+    """A compiled method."""
+
+    def __init__(self, fn, params, batch):
+        self.args = params, *batch
+        began = time.perf_counter()
+        self.compiled = jax.jit(fn).lower(*self.args).compile()
+        self.compile_s = time.perf_counter() - began
+        self.temp = self.compiled.memory_analysis().temp_size_in_bytes
+        self.ms = []
+
+    def run(self):
+        began = time.perf_counter()
+        result = jax.block_until_ready(self.compiled(*self.args))
+        self.ms.append(1e3 * (time.perf_counter() - began))
+        return result
+
+
+def measure(name, runs):
+    """Print the rows of a case."""
+    loss_fn, params, batch, ks = case(name)
+    plain = jax.value_and_grad(loss_fn)
+    size = len(batch[0])
+    arms = {"the big batch": Arm(plain, params, batch)}
+    for k in ks:
+        ours = microbatch_value_and_grad(loss_fn, k, batch_argnums=(1, 2))
+        arms[f"{k} x {size // k}"] = Arm(ours, params, batch)
+    theirs = {}
+    for k in ks:
+        micro = optax.microbatch(plain, (1, 2), size // k, MEAN)
+        theirs[f"{k} x {size // k}, optax.microbatch"] = Arm(micro, params, batch)
+    for arm in arms.values():
+        arm.run()  # warms up
+        arm.ms.clear()
+    often = arms if name == "cnn" else {**arms, **theirs}
+    for arm in theirs.values():
+        arm.run()
+        if name != "cnn":
+            arm.ms.clear()
+    for _ in range(runs):
+        for arm in often.values():
+            arm.run()
+    big = arms["the big batch"]
+    parts = {k: Arm(plain, params, [x[: size // k] for x in batch]).temp for k in ks}
+    gradient = sum(4 * p.size for p in jax.tree.leaves(params))
+    print(f"\n{name}: {size} examples, parameters {gradient / 1e6:.1f} MB")
+    print("| method | temp MB | less by | of micro-batch + gradient | ms | time | compile |")
+    print("|---|---|---|---|---|---|---|")
+    for label, arm in {**arms, **theirs}.items():
+        k = None if arm is big else int(label.split()[0])
+        ratios = [ms / ref for ms, ref in zip(arm.ms, big.ms, strict=False)]
+        beside = "" if k is None else f"{arm.temp / (parts[k] + gradient):.2f}"
+        print(
+            f"| {label} | {arm.temp / 1e6:.1f} | {big.temp / arm.temp:.1f} x | {beside} |"
+            f" {statistics.median(arm.ms):.0f} | {statistics.median(ratios):.2f} x |"
+            f" {arm.compile_s / big.compile_s:.2f} x |",
+            flush=True,
+        )
+    want, got = big.run(), arms[f"{ks[0]} x {size // ks[0]}"].run()
+    differences = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), got, want)
+    print(f"largest difference from the big batch: {max(jax.tree.leaves(differences)):.1e}")
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", nargs="+", choices=("cnn", "transformer"), default=None)
+    parser.add_argument("--runs", type=int, default=5)
+    args = parser.parse_args()
+    for name in args.cases or ("cnn", "transformer"):
+        measure(name, args.runs)
+
+
+if __name__ == "__main__":
+    main()
