@@ -11,9 +11,9 @@ import pytest
 from flax import linen as nn, nnx
 from hypothesis import given, settings, strategies as st
 
-import batchnorm_vs_groupnorm
 import cifar_flax
 import image_data
+import norm_models
 from optax_accum import accumulate, chain
 from optax_accum.testing import assert_window_equivalence
 
@@ -157,7 +157,7 @@ def test_the_models_of_the_cifar_example_pass(norm):
 
 def test_the_model_of_the_norm_example_passes():
     images = image_data.load("sample").head(32, 1)
-    model = batchnorm_vs_groupnorm.new_model("group", 1, seed=0)
+    model = norm_models.new_model("group", 1, seed=0)
     assert_window_equivalence(nnx_loss, model, images[1:3], 4)
 
 
