@@ -19,12 +19,15 @@ from optax_accum._window import (
     HandedOn,
     count,
     dtype_like,
+    factors,
     gathered,
     in_dtypes_of,
+    is_counted,
     real,
     strongly_typed,
     sum_dtype_of,
     times,
+    weight_dtype_of,
     weights,
     zeros,
 )
@@ -137,8 +140,7 @@ def accumulate(
         _validation.check_enabled("emit_dtype", emit_dtype)
         if not always_closes:
             _validation.check_inexact(params, "params")
-        sum_dtypes = [real(sum_dtype(p)) for p in jax.tree.leaves(params)]
-        weight_dtype = functools.reduce(jnp.promote_types, sum_dtypes, jnp.float32)
+        weight_dtype = weight_dtype_of(jax.tree.map(sum_dtype, params))
         averages = {name: jnp.zeros([], weight_dtype) for name in sorted(averaged)}
         state = AccumulateState(
             micro_step=jnp.zeros([], jnp.int32),
@@ -166,7 +168,7 @@ def accumulate(
         accepted, scale = False, 1
         if is_micro_step:
             w, scale, value_scale = weights(weight, normalize, window_weight.dtype)
-            accepted = weight is None or (w > 0) & (w < jnp.inf)
+            accepted = weight is None or is_counted(w)
             if should_skip_update_fn is not None:
                 skip = should_skip_update_fn(gradients, state.gradient_step, params)
                 accepted &= ~_validation.skip_decision(skip)
@@ -232,9 +234,7 @@ def accumulate(
 
         def emit(window_weight, averages, filled, total, inner_state):
             """Run `inner` on a whole window."""
-            # The reciprocal, since XLA keeps the result of a division in a buffer of its own.
-            per_weight = 1 / jnp.where(filled, window_weight, 1)
-            factor = jnp.ones_like(per_weight) if normalize == "sum" else per_weight
+            factor, per_weight = factors(window_weight, filled, normalize)
             means = {name: value * per_weight for name, value in averages.items()}
             if is_alone:
                 factor, means = 1, {}

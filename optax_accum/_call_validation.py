@@ -221,24 +221,6 @@ def check_shared_prefix(states: Any) -> None:
         )
 
 
-def check_own_model_state(own: Any, model_state: Any) -> None:
-    """Require the model state that the optimizer state has room for."""
-    old, old_def = tree_flatten_with_path(own)
-    new, new_def = tree_flatten_with_path(model_state)
-    if old_def != new_def:
-        raise ValueError(
-            f"model_state must have the tree that the state was made with, {old_def}; got"
-            f" {new_def}."
-        )
-    for (path, n), (_, o) in zip(new, old, strict=True):
-        if jnp.shape(n) != jnp.shape(o)[1:] or dtype_of(n) != dtype_of(o):
-            raise ValueError(
-                "model_state must have the shapes and dtypes that the state was made with;"
-                f" model_state{keystr(path)} goes from {dtype_of(o)}{list(jnp.shape(o)[1:])} to"
-                f" {dtype_of(n)}{list(jnp.shape(n))}."
-            )
-
-
 def check_no_keys(name: str, tree: Any) -> None:
     """Require arrays of which a mean or a maximum over devices can be taken."""
     for path, leaf in tree_flatten_with_path(tree)[0]:
@@ -300,20 +282,22 @@ def loss(value: Any) -> Any:
     return value
 
 
-def check_returned(name: str, new_state: Any, old_state: Any) -> None:
+def check_returned(name: str, new: Any, old: Any) -> None:
     """Require that `loss_fn` returns what it was given with its tree, shapes and dtypes."""
-    new, new_def = tree_flatten_with_path(new_state)
-    old, old_def = tree_flatten_with_path(old_state)
+    check_kept(name, f"loss_fn must return the {name} with", "it was given", new, old)
+
+
+def check_kept(name: str, rule: str, origin: str, new: Any, old: Any) -> None:
+    """Require the tree, the shapes and the dtypes of another."""
+    new_leaves, new_def = tree_flatten_with_path(new)
+    old_leaves, old_def = tree_flatten_with_path(old)
     if new_def != old_def:
-        raise ValueError(
-            f"loss_fn must return the {name} with the tree that it was given,"
-            f" {old_def}; got {new_def}."
-        )
-    for (path, n), (_, o) in zip(new, old, strict=True):
+        raise ValueError(f"{rule} the tree that {origin}, {old_def}; got {new_def}.")
+    for (path, n), (_, o) in zip(new_leaves, old_leaves, strict=True):
         if jnp.shape(n) != jnp.shape(o) or dtype_of(n) != dtype_of(o):
             raise ValueError(
-                f"loss_fn must return the {name} with the shapes and dtypes that it was given;"
-                f" {name}{keystr(path)} goes from {_shapes(o)} to {_shapes(n)}."
+                f"{rule} the shapes and dtypes that {origin}; {name}{keystr(path)} goes from"
+                f" {_shapes(o)} to {_shapes(n)}."
             )
 
 

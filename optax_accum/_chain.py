@@ -26,6 +26,17 @@ def accumulator_in(tx: optax.GradientTransformation) -> Accumulator | None:
     return getattr(tx.update, "accumulator", None)
 
 
+def accumulator_of(tx: Any, why: str, remedy: str) -> Accumulator:
+    """The same, which `tx` must be."""
+    accumulator = accumulator_in(tx) if isinstance(tx, optax.GradientTransformation) else None
+    if accumulator is None:
+        raise TypeError(
+            f"tx must come from optax_accum.accumulate or optax_accum.chain {why}, got"
+            f" {type(tx).__name__}; {remedy}"
+        )
+    return accumulator
+
+
 def transformation(init, update, accumulator) -> optax.GradientTransformationExtraArgs:
     """A transformation that is an accumulator."""
     # On the function, where it outlives copies and tree_map of the tuple.
@@ -136,13 +147,12 @@ def flush(
       >>> print(updates, has_updated(state))
       -4.0 True
     """
-    accumulator = accumulator_in(tx) if isinstance(tx, optax.GradientTransformation) else None
-    if accumulator is None:
-        raise TypeError(
-            "tx must come from optax_accum.accumulate or optax_accum.chain to be flushed, got"
-            f" {type(tx).__name__}; around it, close the window with a micro-step:"
-            " tx.update(gradients, opt_state, params, flush=True)."
-        )
+    accumulator = accumulator_of(
+        tx,
+        "to be flushed",
+        "around it, close the window with a micro-step: tx.update(gradients, opt_state, params,"
+        " flush=True).",
+    )
     _validation.check_params(params)
     _validation.check_not_passed("flush", extra_args, ("weight", "flush"))
     return accumulator.step(params, opt_state, params, extra_args, flush=True, is_micro_step=False)

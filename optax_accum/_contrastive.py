@@ -9,7 +9,7 @@ from jax import lax
 
 from optax_accum import _call_validation, _validation
 from optax_accum._canonical_conv import canonical_convolutions
-from optax_accum._microbatch import in_order, microbatch_value_and_grad, part_of, split_key
+from optax_accum._microbatch import by_size, in_order, microbatch_value_and_grad, part_of, split_key
 
 
 def contrastive_value_and_grad(
@@ -104,9 +104,8 @@ def contrastive_value_and_grad(
             return jax.value_and_grad(whole)(params, batch, *rngs)
         keys = [split_key(rng, num) for rng in rngs]
 
-        def forward(is_larger):
+        def forward(numbers, is_larger):
             """Representations of the micro-batches of one size."""
-            first, last = (0, size % num) if is_larger else (size % num, num)
 
             def body(_, i):
                 part = jax.tree.map(lambda x: part_of(x, i, num, is_larger), batch)
@@ -114,9 +113,9 @@ def contrastive_value_and_grad(
                 _call_validation.check_representations(rows, _call_validation.check_batch(part))
                 return None, rows
 
-            return lax.scan(body, None, jnp.arange(first, last))[1]
+            return lax.scan(body, None, numbers)[1]
 
-        parts = [forward(is_larger) for is_larger in ([True, False] if size % num else [False])]
+        parts = [forward(*group) for group in by_size(size, num)]
         representations = jax.tree.map(in_order, *parts)
         loss, (direct, cotangents) = jax.value_and_grad(checked_loss, (0, 1))(
             params, representations

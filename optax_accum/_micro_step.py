@@ -13,6 +13,7 @@ from jax import lax
 from optax_accum import _call_validation, _validation
 from optax_accum._axis import check_own, varying
 from optax_accum._chain import Accumulator
+from optax_accum._loss_function import LossFunction
 from optax_accum._state import AccumulateState, accumulate_states, has_updated, is_open
 
 
@@ -44,24 +45,28 @@ def applying(inner: optax.GradientTransformation) -> optax.GradientTransformatio
 class MicroStep:
     """The micro-step of a train step and its flush, on one device."""
 
-    loss_fn: Callable[..., Any]
+    loss_fn: LossFunction
     accumulator: Accumulator  # whose innermost transformation is `applying`
     update: Callable[..., Any]  # its update
-    has_aux: bool
     weight_fn: Callable[[Any], jax.typing.ArrayLike] | None
     rng: bool
-    model_state: bool
+
+    @property
+    def model_state(self) -> bool:
+        """Whether `loss_fn` takes and returns one."""
+        return self.loss_fn.carry_argnum is not None
 
     def run(self, params, opt_state, batch, rng, model_state):
         """Take a micro-batch; returns params, state, metrics and the new model state, if any."""
         state, axis_name = accumulate_state(opt_state), self.accumulator.axis_name
         own = self._own(opt_state, model_state)
-        args = [own] if self.model_state else []
+        args = [params if axis_name is None else varying(params, axis_name)]
+        args += [own] if self.model_state else []
         args += [batch]
         args += [self._key(rng, state)] if self.rng else []
-        (loss, (new_own, aux)), gradients = jax.value_and_grad(self._loss, has_aux=True)(
-            params if axis_name is None else varying(params, axis_name), *args
-        )
+        loss, (new_own, aux), gradients = self.loss_fn.value_and_grad(*args)
+        if axis_name is not None:
+            check_own("loss_fn", loss, axis_name)
         if self.weight_fn is not None:
             weight = _call_validation.weight(self.weight_fn(batch))
         elif self._is_alone(state):
@@ -72,7 +77,7 @@ class MicroStep:
         params, opt_state, metrics, *rest = self._behind_gate(
             update, params, opt_state, own, new_own, model_state
         )
-        if self.has_aux:
+        if self.loss_fn.has_aux:
             with_axis = lambda x: jnp.expand_dims(x, 0)
             metrics["aux"] = aux if axis_name is None else jax.tree.map(with_axis, aux)
         return params, opt_state, metrics, *rest
@@ -121,25 +126,6 @@ class MicroStep:
             )
         return held.params, opt_state, metrics, new_own
 
-    def _loss(self, params, *args):
-        """The loss, and beside it the new model state and the aux."""
-        # Made anew, since a variable of NNX can be changed only in the trace in which it was made.
-        args = jax.tree.map(lambda x: x, args)
-        value, new_state, aux = self.loss_fn(params, *args), None, None
-        if self.has_aux or self.model_state:
-            value, beside = _call_validation.pair("loss_fn", value)
-            if self.has_aux and self.model_state:
-                new_state, aux = _call_validation.pair(
-                    "what loss_fn returns beside the loss", beside
-                )
-            else:
-                new_state, aux = (beside, None) if self.model_state else (None, beside)
-        if self.model_state:
-            _call_validation.check_returned("model_state", new_state, args[0])
-        if self.accumulator.axis_name is not None:
-            check_own("loss_fn", value, self.accumulator.axis_name)
-        return _call_validation.loss(value), (new_state, aux)
-
     def _is_alone(self, state):
         """Whether the mean is over one micro-batch, whose weight cancels."""
         is_mean = self.accumulator.normalize == "mean" and self.accumulator.axis_name is None
@@ -157,14 +143,15 @@ class MicroStep:
 
     def _own(self, opt_state, model_state):
         """This device's model state, which begins each window with that of all."""
+        _call_validation.check_no_keys("model_state", model_state)
         if not self.model_state or self.accumulator.axis_name is None:
             return model_state
-        is_begun = is_open(opt_state)
-        return jax.tree.map(
-            lambda own, shared: jnp.where(is_begun, own[0], shared),
-            accumulate_state(opt_state).extras["model_state"],
-            model_state,
+        own = jax.tree.map(lambda x: x[0], accumulate_state(opt_state).extras["model_state"])
+        _call_validation.check_kept(
+            "model_state", "model_state must have", "the state was made with", model_state, own
         )
+        is_begun = is_open(opt_state)
+        return jax.tree.map(lambda own, shared: jnp.where(is_begun, own, shared), own, model_state)
 
 
 def accumulate_state(opt_state: Any) -> AccumulateState:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,16 @@ from jax import lax
 from optax_accum import _call_validation, _validation
 from optax_accum._axis import varying_as
 from optax_accum._canonical_conv import canonical_convolutions
-from optax_accum._window import gathered, real, sum_dtype_of, times, weights
+from optax_accum._loss_function import LossFunction
+from optax_accum._window import (
+    factors,
+    gathered,
+    is_counted,
+    sum_dtype_of,
+    times,
+    weight_dtype_of,
+    weights,
+)
 
 
 def microbatch_value_and_grad(
@@ -84,7 +93,7 @@ def microbatch_value_and_grad(
     batch_at, rng_at = _call_validation.argument_numbers(
         argnums, batch_argnums, rng_argnums, carry_argnum
     )
-    one = _OneBatch(loss_fn, argnums, has_aux, carry_argnum)
+    one = LossFunction(loss_fn, argnums, has_aux, carry_argnum, "carry")
     num = int(num_microbatches)
     run = canonical_convolutions(one.value_and_grad) if num > 1 else one.value_and_grad
     is_plain = num == 1 and weight_fn is None and normalize == "mean"
@@ -116,8 +125,7 @@ def microbatch_value_and_grad(
         carry = None if carry_argnum is None else args[carry_argnum]
         _, like, _ = jax.eval_shape(lambda carry: micro_batch(0, carry, is_larger=False), carry)
         sum_dtypes = jax.tree.map(lambda g: sum_dtype_of(g, accumulator_dtype), like[2])
-        real_dtypes = map(real, jax.tree.leaves(sum_dtypes))
-        wide = functools.reduce(jnp.promote_types, real_dtypes, jnp.float32)
+        wide = weight_dtype_of(sum_dtypes)
         dtypes = (*jax.tree.map(lambda _: wide, like[:2]), sum_dtypes)
         zero = lambda x, dtype: varying_as(x, jnp.zeros(x.shape, dtype))
         zeros = jax.tree.map(zero, like, dtypes)
@@ -126,23 +134,20 @@ def microbatch_value_and_grad(
             window_weight, total, carry = state
             weight, new, (new_carry, rows) = micro_batch(i, carry, is_larger)
             weight, scale, _ = weights(weight, normalize, wide)
-            accepted = (weight > 0) & (weight < jnp.inf)
+            accepted = is_counted(weight)
             add = functools.partial(gathered, accepted=accepted)
             total = jax.tree.map(lambda s, x: add(s, x, scale), total, new)
             carry = jax.tree.map(lambda new, old: jnp.where(accepted, new, old), new_carry, carry)
             return (add(window_weight, weight, 1), total, carry), rows
 
-        larger = size % num
         state, all_rows = (jnp.zeros([], wide), zeros, carry), []
-        for first, last, is_larger in ((0, larger, True), (larger, num, False)):
-            if first < last:
-                body = functools.partial(gather, is_larger=is_larger)
-                state, rows = lax.scan(body, state, jnp.arange(first, last))
-                all_rows.append(rows)
+        for numbers, is_larger in by_size(size, num):
+            body = functools.partial(gather, is_larger=is_larger)
+            state, rows = lax.scan(body, state, numbers)
+            all_rows.append(rows)
         window_weight, total, carry = state
 
-        per_weight = 1 / jnp.where(window_weight > 0, window_weight, 1)
-        factor = jnp.ones_like(per_weight) if normalize == "sum" else per_weight
+        factor, per_weight = factors(window_weight, window_weight > 0, normalize)
         scale = lambda factor: lambda s, x: times(s, factor, x.dtype)
         (loss, scalars, gradients) = (
             jax.tree.map(scale(f), s, x)
@@ -154,45 +159,16 @@ def microbatch_value_and_grad(
     return microbatched
 
 
-class _OneBatch(NamedTuple):
-    """The user's loss function, and what it returns beside the loss."""
-
-    loss_fn: Callable[..., Any]
-    argnums: int | Sequence[int]
-    has_aux: bool
-    carry_argnum: int | None
-
-    def loss(self, *args):
-        """The loss, and beside it the carry and the aux."""
-        has_carry = self.carry_argnum is not None
-        # Made anew, since a variable of NNX can be changed only in the trace in which it was made.
-        anew = lambda i, x: jax.tree.map(lambda x: x, x) if i == self.carry_argnum else x
-        value, carry, aux = self.loss_fn(*map(anew, range(len(args)), args)), None, None
-        if self.has_aux or has_carry:
-            value, beside = _call_validation.pair("loss_fn", value)
-            if self.has_aux and has_carry:
-                carry, aux = _call_validation.pair("what loss_fn returns beside the loss", beside)
-            else:
-                carry, aux = (beside, None) if has_carry else (None, beside)
-        return _call_validation.loss(value), (carry, aux)
-
-    def value_and_grad(self, *args):
-        """The loss, the carry and the aux, and the gradients."""
-        (loss, rest), gradients = jax.value_and_grad(self.loss, self.argnums, has_aux=True)(*args)
-        if self.carry_argnum is not None:
-            _call_validation.check_returned("carry", rest[0], args[self.carry_argnum])
-        return loss, rest, gradients
-
-    def value(self, loss, carry, aux):
-        """What `loss_fn` returns."""
-        if self.carry_argnum is None:
-            return (loss, aux) if self.has_aux else loss
-        return loss, ((carry, aux) if self.has_aux else carry)
-
-
 def split_key(key, num):
     """A key for each micro-batch; one alone keeps that of the call."""
     return jax.random.split(key, num) if num > 1 else key[None]
+
+
+def by_size(size, num):
+    """The numbers of the micro-batches of one size, and whether they are the larger ones."""
+    larger = size % num
+    groups = ((jnp.arange(larger), True), (jnp.arange(larger, num), False))
+    return [group for group in groups if len(group[0])]
 
 
 def part_of(x, i, num, is_larger):

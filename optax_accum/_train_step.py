@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optax_accum import _call_validation, _validation
 from optax_accum._axis import axis_names
-from optax_accum._chain import accumulator_in
+from optax_accum._chain import accumulator_in, accumulator_of
+from optax_accum._loss_function import LossFunction
 from optax_accum._micro_step import MicroStep, accumulate_state, applying, with_extras
 from optax_accum._sharding import state_specs
 
@@ -100,19 +101,18 @@ def make_train_step(
     """
     _validation.check_function("loss_fn", loss_fn)
     _validation.check_callable("weight_fn", weight_fn)
-    accumulator = accumulator_in(tx) if isinstance(tx, optax.GradientTransformation) else None
-    if accumulator is None:
-        raise TypeError(
-            "tx must come from optax_accum.accumulate or optax_accum.chain, behind whose gate the"
-            f" step applies its updates; got {type(tx).__name__}. Where they are inside another"
-            " transformation, write the step with tx.update and optax.apply_updates."
-        )
+    accumulator = accumulator_of(
+        tx,
+        "to have its updates applied behind the gate",
+        "around it, write the step with tx.update and optax.apply_updates.",
+    )
     _call_validation.check_averages_of_step(accumulator.averaged)
     _call_validation.check_mesh(mesh, accumulator.axis_name)
     tx = accumulator.wrapped(applying, ("value",))
     accumulator = accumulator_in(tx)
     assert accumulator is not None
-    micro_step = MicroStep(loss_fn, accumulator, tx.update, has_aux, weight_fn, rng, model_state)
+    loss = LossFunction(loss_fn, 0, has_aux, 1 if model_state else None, "model_state")
+    micro_step = MicroStep(loss, accumulator, tx.update, weight_fn, rng)
     return TrainStep(micro_step, tx.init, mesh)
 
 
@@ -148,6 +148,7 @@ class TrainStep:
         """
         if model_state is not None:
             self._check_model_state(model_state)
+            _call_validation.check_no_keys("model_state", model_state)
         if self._mesh is not None:
             _call_validation.check_shared_params(params, self._axis_name)
         return self._state_on_mesh(self._compiled_init(self._on_mesh(params)), model_state)
@@ -212,7 +213,6 @@ class TrainStep:
 
     def _check_model_state(self, model_state):
         _call_validation.check_given("model_state", model_state, self._micro_step.model_state)
-        _call_validation.check_no_keys("model_state", model_state)
 
     def _state_on_mesh(self, opt_state, model_state):
         """The state on its devices, with room for the model state that each has within a window."""
@@ -223,9 +223,7 @@ class TrainStep:
         if self._mesh is None:
             return opt_state
         is_placed = self._is_split(state.window_weight)
-        if model_state is not None and "model_state" in state.extras:
-            _call_validation.check_own_model_state(state.extras["model_state"], model_state)
-        elif model_state is not None:
+        if model_state is not None and "model_state" not in state.extras:
             own = jax.tree.map(functools.partial(_stacked, size), model_state)
             opt_state, is_placed = with_extras(opt_state, model_state=own), False
         if is_placed:
@@ -301,7 +299,7 @@ class TrainStep:
 
     def _run_specs(self, params, opt_state, batch, rng, model_state):
         (_, specs, _), (_, _, metrics, *new) = self._flush_specs(params, opt_state, model_state)
-        if self._micro_step.has_aux:
+        if self._micro_step.loss_fn.has_aux:
             metrics = {**metrics, "aux": self._own}
         in_specs = (_SHARED, specs, self._own, _SHARED, _SHARED)
         return in_specs, (_SHARED, specs, metrics, *new)

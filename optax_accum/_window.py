@@ -1,5 +1,6 @@
 """The arithmetic of a window: weights, sums and their dtypes."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +30,18 @@ def weights(weight: Any, normalize: str, dtype: Any) -> tuple[Any, Any, Any]:
     return weight, scale, scale
 
 
+def is_counted(weight: Any) -> Any:
+    """Whether a micro-step of this weight adds to the window."""
+    return (weight > 0) & (weight < jnp.inf)
+
+
+def factors(window_weight: Any, filled: Any, normalize: str) -> tuple[Any, Any]:
+    """What makes S the window's gradient, and 1 / W."""
+    # The reciprocal, since XLA keeps the result of a division in a buffer of its own.
+    per_weight = 1 / jnp.where(filled, window_weight, 1)
+    return jnp.ones_like(per_weight) if normalize == "sum" else per_weight, per_weight
+
+
 def gathered(total: Any, x: Any, scale: Any, accepted: Any) -> Any:
     """`total + scale * x`, or `total` where the micro-step is not accepted."""
     # Selected, not multiplied, since 0 * NaN is NaN; and before the product too, since the
@@ -51,6 +64,11 @@ def sum_dtype_of(leaf: Any, accumulator_dtype: Any) -> Any:
     """The dtype of a leaf's sum: as asked, or float32 and wider; complex where the leaf is."""
     dtype = jnp.result_type(leaf)
     return dtype_like(accumulator_dtype or jnp.promote_types(real(dtype), jnp.float32), dtype)
+
+
+def weight_dtype_of(sum_dtypes: Any) -> Any:
+    """The dtype of W: float32, and wider where a sum is."""
+    return functools.reduce(jnp.promote_types, map(real, jax.tree.leaves(sum_dtypes)), jnp.float32)
 
 
 def dtype_like(real_dtype: Any, like: Any) -> Any:
