@@ -13,10 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 
-from optax_accum import _validation
-from optax_accum._jaxprs import equations
+from optax_accum import _jaxprs, _validation
 
 
 def canonical_convolutions(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,54 +51,35 @@ def canonical_convolutions(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fun)
     def canonical(*args, **kwargs):
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        is_array = [isinstance(x, jax.Array | np.ndarray) for x in leaves]  # all else is static
-        arrays = [x for x, traced in zip(leaves, is_array, strict=True) if traced]
-        out_trees = []
-
-        def flat(*arrays):
-            rest = iter(arrays)
-            all_leaves = [next(rest) if a else x for x, a in zip(leaves, is_array, strict=True)]
-            args, kwargs = jax.tree.unflatten(treedef, all_leaves)
-            out, out_tree = jax.tree.flatten(fun(*args, **kwargs))
-            out_trees.append(out_tree)
-            return out
-
-        jaxpr = jax.make_jaxpr(flat)(*arrays)
-        is_slow = any(map(_is_slow, equations(jaxpr)))
-        evaluate = functools.partial(_evaluate, jaxpr) if is_slow else jaxpr_as_fun(jaxpr)
-        return jax.tree.unflatten(out_trees[0], evaluate(*arrays))
+        of_arrays, arrays_of = _jaxprs.of_arrays(fun, args, kwargs)
+        arrays = arrays_of(args, kwargs)
+        jaxpr, out = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
+        is_slow = any(map(_is_slow, _jaxprs.equations(jaxpr)))
+        evaluate = _evaluated(jaxpr) if is_slow else jaxpr_as_fun(jaxpr)
+        return jax.tree.unflatten(jax.tree.structure(out), evaluate(*arrays))
 
     return canonical
 
 
-def _evaluate(jaxpr: Any, *args: Any) -> list[Any]:
-    """Evaluate a jaxpr, its convolutions in the fast layout."""
-    values = dict(zip(jaxpr.constvars, getattr(jaxpr, "consts", ()), strict=True))
-    values |= dict(zip(jaxpr.invars, args, strict=True))
-    read = lambda v: v.val if isinstance(v, Literal) else values[v]
-    for equation in jaxpr.eqns:
-        inputs = [read(v) for v in equation.invars]
-        if _is_slow(equation):
-            outputs = [_convolve(*inputs, **equation.params)]
-        else:
-            params = {name: _rewritten(value) for name, value in equation.params.items()}
-            with equation.ctx.manager:
-                outputs = equation.primitive.bind(
-                    *inputs, **equation.primitive.get_bind_params(params)
-                )
-            outputs = outputs if equation.primitive.multiple_results else [outputs]
-        values.update(zip(equation.outvars, outputs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+def _evaluated(jaxpr: Any) -> Callable[..., list[Any]]:
+    return functools.partial(_jaxprs.evaluate, jaxpr, rule=_fast_where_slow)
+
+
+def _fast_where_slow(equation: Any, *inputs: Any) -> list[Any]:
+    """An equation's results, its convolutions in the fast layout."""
+    if _is_slow(equation):
+        return [_convolve(*inputs, **equation.params)]
+    params = {name: _rewritten(value) for name, value in equation.params.items()}
+    return _jaxprs.bind(equation, *inputs, **params)
 
 
 def _rewritten(value: Any) -> Any:
     """A parameter of an equation, with the convolutions in it rewritten."""
     if isinstance(value, tuple | list):
         return type(value)(map(_rewritten, value)) if any(map(_is_jaxpr, value)) else value
-    if not _is_jaxpr(value) or not any(map(_is_slow, equations(value))):
+    if not _is_jaxpr(value) or not any(map(_is_slow, _jaxprs.equations(value))):
         return value
-    new = jax.make_jaxpr(functools.partial(_evaluate, value))(*(v.aval for v in value.invars))
+    new = jax.make_jaxpr(_evaluated(value))(*(v.aval for v in value.invars))
     return new if hasattr(value, "consts") else new.jaxpr
 
 

@@ -1,6 +1,9 @@
-"""What a traced function computes with: random numbers, and the narrowest dtype."""
+"""What a traced function computes with: arrays, random numbers, and the narrowest dtype."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
 
 _RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "random_gamma")
 _MOVES = {  # bytes about, without arithmetic
@@ -8,6 +11,27 @@ _MOVES = {  # bytes about, without arithmetic
     *("dynamic_update_slice", "gather", "pad", "reshape", "rev", "select_n", "slice", "split"),
     *("squeeze", "transpose"),
 }
+
+
+def of_arrays(fun, args, kwargs):
+    """`fun` of the arrays among its arguments alone; and those arrays of other arguments like it.
+
+    All that is no array is fixed as it is here.
+    """
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    is_array = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
+
+    def with_the_rest(*arrays):
+        arrays = iter(arrays)
+        both = [next(arrays) if a else x for x, a in zip(leaves, is_array, strict=True)]
+        args, kwargs = jax.tree.unflatten(treedef, both)
+        return fun(*args, **kwargs)
+
+    def arrays_of(args, kwargs):
+        both = zip(jax.tree.leaves((args, kwargs)), is_array, strict=True)
+        return [x for x, a in both if a]
+
+    return with_the_rest, arrays_of
 
 
 def is_random(equations) -> bool:
@@ -28,6 +52,48 @@ def equations(jaxpr):
             yield from equations(value)
         if not inside:
             yield equation
+
+
+def evaluate(jaxpr, *args, rule):
+    """The results of a jaxpr, where `rule(equation, *inputs)` gives those of an equation."""
+    values = initial_values(jaxpr, args)
+    run(jaxpr.eqns, values, rule)
+    return results(jaxpr, values)
+
+
+def initial_values(jaxpr, args):
+    """The values of a jaxpr's variables before its first equation, by variable."""
+    values = dict(zip(jaxpr.constvars, getattr(jaxpr, "consts", ()), strict=True))
+    return values | dict(zip(jaxpr.invars, args, strict=True))
+
+
+def run(equations, values, rule):
+    """Add to `values` what `rule` gives for each equation."""
+    for equation in equations:
+        outputs = rule(equation, *(_read(values, v) for v in equation.invars))
+        values.update(zip(equation.outvars, outputs, strict=True))
+
+
+def results(jaxpr, values):
+    """What a jaxpr returns."""
+    return [_read(values, v) for v in jaxpr.outvars]
+
+
+def bind(equation, *inputs, **changed):
+    """The results of an equation, with other parameters where they are `changed`."""
+    params = equation.primitive.get_bind_params({**equation.params, **changed})
+    with equation.ctx.manager:
+        outputs = equation.primitive.bind(*inputs, **params)
+    return outputs if equation.primitive.multiple_results else [outputs]
+
+
+def variables(atoms):
+    """Those that are no constants."""
+    return [v for v in atoms if not isinstance(v, Literal)]
+
+
+def _read(values, v):
+    return v.val if isinstance(v, Literal) else values[v]
 
 
 def eps_of(equations) -> float:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_accum import _call_validation, _validation
+from optax_accum import _call_validation, _jaxprs, _validation
 from optax_accum._axis import varying_as
 from optax_accum._canonical_conv import canonical_convolutions
 from optax_accum._loss_function import LossFunction
@@ -96,33 +96,40 @@ def microbatch_value_and_grad(
     one = LossFunction(loss_fn, argnums, has_aux, carry_argnum, "carry")
     num = int(num_microbatches)
     run = canonical_convolutions(one.value_and_grad) if num > 1 else one.value_and_grad
-    is_plain = num == 1 and weight_fn is None and normalize == "mean"
+    is_over_examples = weight_fn is None and normalize == "mean"
 
     def microbatched(*args):
         _call_validation.check_has_arguments(args, (*batch_at, *rng_at), carry_argnum)
         batch = [jax.tree.map(jnp.asarray, args[i]) for i in batch_at]
         size = _call_validation.check_batch(batch)
         _call_validation.check_enough_examples(num, size)
-        if is_plain:
+        if num == 1 and is_over_examples:
             loss, rest, gradients = run(*args)
             return one.value(loss, *rest), gradients
         keys = [split_key(args[i], num) for i in rng_at]
+        carry = None if carry_argnum is None else jax.tree.map(jnp.asarray, args[carry_argnum])
+        whole = dict(enumerate(args)) | dict(zip(batch_at, batch, strict=True))
+        whole |= {} if carry_argnum is None else {carry_argnum: carry}
+        of_arrays, arrays_of = _jaxprs.of_arrays(run, tuple(whole.values()), {})
+        run_once_traced = jax.jit(of_arrays)  # here and in the loops below
 
         def micro_batch(i, carry, is_larger):
             """Its weight; what is summed; its carry and what is not summed of its aux."""
             part = functools.partial(part_of, i=i, num=num, is_larger=is_larger)
             parts = [jax.tree.map(part, x) for x in batch]
-            new = dict(enumerate(args))
-            new |= zip(batch_at, parts, strict=True)
+            new = whole | dict(zip(batch_at, parts, strict=True))
             new |= zip(rng_at, (key[i] for key in keys), strict=True)
             new |= {} if carry_argnum is None else {carry_argnum: carry}
-            loss, (carry, aux), gradients = run(*new.values())
-            size = _call_validation.check_batch(parts)
-            scalars, rows = _divide_aux(aux, size)
-            weight = size if weight_fn is None else _call_validation.weight(weight_fn(*parts))
+            arrays = arrays_of(tuple(new.values()), {})
+            loss, (carry, aux), gradients = run_once_traced(*arrays)
+            part_size = _call_validation.check_batch(parts)
+            scalars, rows = _divide_aux(aux, part_size)
+            if weight_fn is not None:
+                weight = _call_validation.weight(weight_fn(*parts))
+            else:  # its share, where it is known: then no leaf is divided at the end
+                weight = part_size / size if is_over_examples else part_size
             return weight, (loss, scalars, gradients), (carry, rows)
 
-        carry = None if carry_argnum is None else args[carry_argnum]
         _, like, _ = jax.eval_shape(lambda carry: micro_batch(0, carry, is_larger=False), carry)
         sum_dtypes = jax.tree.map(lambda g: sum_dtype_of(g, accumulator_dtype), like[2])
         wide = weight_dtype_of(sum_dtypes)
@@ -134,11 +141,13 @@ def microbatch_value_and_grad(
             window_weight, total, carry = state
             weight, new, (new_carry, rows) = micro_batch(i, carry, is_larger)
             weight, scale, _ = weights(weight, normalize, wide)
-            accepted = is_counted(weight)
+            accepted = weight_fn is None or is_counted(weight)
             add = functools.partial(gathered, accepted=accepted)
             total = jax.tree.map(lambda s, x: add(s, x, scale), total, new)
-            carry = jax.tree.map(lambda new, old: jnp.where(accepted, new, old), new_carry, carry)
-            return (add(window_weight, weight, 1), total, carry), rows
+            if accepted is not True:
+                keep = lambda new, old: jnp.where(accepted, new, old)
+                new_carry = jax.tree.map(keep, new_carry, carry)
+            return (add(window_weight, weight, 1), total, new_carry), rows
 
         state, all_rows = (jnp.zeros([], wide), zeros, carry), []
         for numbers, is_larger in by_size(size, num):
@@ -148,6 +157,8 @@ def microbatch_value_and_grad(
         window_weight, total, carry = state
 
         factor, per_weight = factors(window_weight, window_weight > 0, normalize)
+        if is_over_examples:
+            factor = per_weight = 1
         scale = lambda factor: lambda s, x: times(s, factor, x.dtype)
         (loss, scalars, gradients) = (
             jax.tree.map(scale(f), s, x)
