@@ -8,8 +8,14 @@ from optax_accum._batch_stats import (
 )
 from optax_accum._canonical_conv import canonical_convolutions as canonical_convolutions
 from optax_accum._chain import chain as chain, flush as flush
+from optax_accum._checkpoint import checkpoint_segments as checkpoint_segments
 from optax_accum._contrastive import contrastive_value_and_grad as contrastive_value_and_grad
 from optax_accum._microbatch import microbatch_value_and_grad as microbatch_value_and_grad
+from optax_accum._planning import (
+    MicrobatchPlan as MicrobatchPlan,
+    PlanRow as PlanRow,
+    plan_microbatches as plan_microbatches,
+)
 from optax_accum._sharding import reshard_window as reshard_window, state_specs as state_specs
 from optax_accum._state import AccumulateState as AccumulateState, has_updated as has_updated
 from optax_accum._train_step import TrainStep as TrainStep, make_train_step as make_train_step

@@ -1,0 +1,282 @@
+"""`plan_microbatches` and `checkpoint_segments`: what the compiler says, and the same numbers."""
+
+import functools
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from optax_accum import (
+    accumulate,
+    checkpoint_segments,
+    microbatch_value_and_grad,
+    plan_microbatches,
+)
+
+PARAMS = {"a": jnp.eye(32), "b": jnp.ones((32, 4))}
+BATCH = {"x": np.ones((24, 32), np.float32), "y": np.zeros(24, int)}
+TX = optax.adam(1e-3)
+DIVISORS = (1, 2, 3, 4, 6, 8, 12, 24)
+
+
+def loss_fn(params, batch):
+    x = batch["x"]
+    for _ in range(4):
+        x = jnp.tanh(x @ params["a"])
+    logits = x @ params["b"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+
+def plan(budget, loss_fn=loss_fn, params=PARAMS, batch=BATCH, tx=TX):
+    return plan_microbatches(loss_fn, params, batch, memory_budget=budget, tx=tx)
+
+
+def bytes_of(tree):
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+@functools.cache
+def whole_table():
+    """The plan under a budget that nothing fits."""
+    state = TX.init(PARAMS)
+    return plan(bytes_of((PARAMS, state)) + bytes_of(BATCH) // 24 + 100)
+
+
+# Which k.
+
+
+def test_the_rows_are_what_a_hand_written_step_takes():
+    rows = {row.num_microbatches: row for row in whole_table().rows if row.method == "as it is"}
+    assert tuple(rows) == DIVISORS
+    for k, row in rows.items():
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(params, opt_state, batch, k=k):
+            loss, gradients = microbatch_value_and_grad(loss_fn, k)(params, batch)
+            updates, opt_state = TX.update(gradients, opt_state, params)
+            return loss, optax.apply_updates(params, updates), opt_state
+
+        memory = step.lower(PARAMS, TX.init(PARAMS), BATCH).compile().memory_analysis()
+        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes + results
+        assert row.peak == peak
+        assert row.microbatch_size == 24 // k
+        assert row.params == bytes_of(PARAMS)
+        assert row.opt_state == bytes_of(TX.init(PARAMS))
+        assert row.batch == 24 * 32 * 4 + 24 * 4  # labels are int32 on the device
+        assert row.accumulator == (bytes_of(PARAMS) if k > 1 else 0)
+        assert row.temporaries > 0
+
+
+@pytest.mark.parametrize("k", DIVISORS)
+def test_the_plan_is_the_smallest_divisor_that_fits(k):
+    peaks = {r.num_microbatches: r.peak for r in whole_table().rows if r.method == "as it is"}
+    got = plan(peaks[k])
+    smallest = min(d for d in DIVISORS if peaks[d] <= peaks[k])
+    assert got.fits
+    assert (got.num_microbatches, got.microbatch_size) == (smallest, 24 // smallest)
+    plain = [row.num_microbatches for row in got.rows if row.method == "as it is"]
+    assert plain == [d for d in DIVISORS if d <= smallest]  # and no more was compiled
+    others = [row for row in got.rows if row.method != "as it is"]
+    assert all(row.num_microbatches < smallest for row in others)
+    for row in others:
+        assert (f"{row.num_microbatches} x {24 // row.num_microbatches}" in got.advice) <= row.fits
+    if smallest > 1:
+        assert got.advice.startswith(f"{smallest} micro-batches of {24 // smallest} fit")
+
+
+def test_a_batch_that_fits_whole_needs_no_accumulation_and_may_be_larger():
+    peak = plan(1e9).rows[0].peak
+    for budget, could in ((peak, False), (int(peak / 0.81), False), (int(peak / 0.79), True)):
+        got = plan(budget)
+        assert (got.num_microbatches, got.fits, len(got.rows)) == (1, True, 1)
+        assert "no accumulation is needed" in got.advice
+        assert ("could be larger" in got.advice) == could
+
+
+def test_where_nothing_fits_the_plan_says_so_and_names_the_nearest():
+    got = whole_table()
+    assert not got.fits
+    assert {row.method for row in got.rows} == {"as it is", "checkpoint", "bfloat16"}
+    nearest = min(got.rows, key=lambda row: row.peak)
+    assert f"The nearest is {nearest}" in got.advice
+    plain = min((r for r in got.rows if r.method == "as it is"), key=lambda row: row.peak)
+    assert got.num_microbatches == plain.num_microbatches
+
+
+def test_where_only_another_way_fits_the_plan_names_it():
+    # A weight that is not summed in a narrower dtype: bfloat16 alone saves its activations.
+    params, batch = jnp.ones((8, 8)), jnp.ones((2, 4096, 8))
+    loss_fn = lambda w, x: jnp.mean(jnp.sin(jnp.cumsum(jnp.sin(x @ w), axis=1)))
+    rows = plan(200_000, loss_fn, params, batch, tx=None).rows
+    peaks = {row.method: row.peak for row in rows if row.num_microbatches == 2}
+    assert peaks["bfloat16"] < peaks["as it is"]
+    got = plan(peaks["bfloat16"], loss_fn, params, batch, tx=None)
+    assert not got.fits
+    assert "No number of micro-batches fits as it is" in got.advice
+    assert "2 x 1 (bfloat16)" in got.advice
+
+
+def test_shapes_are_enough_and_nothing_runs():
+    ran = []
+
+    def spying(params, batch):
+        jax.debug.callback(lambda: ran.append(1))
+        return loss_fn(params, batch)
+
+    of = functools.partial(
+        jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, jnp.result_type(x))
+    )
+    assert plan(1e9, params=of(PARAMS), batch=of(BATCH)) == plan(1e9)
+    plan(1e9, spying)
+    assert not ran
+
+
+def test_without_an_optimizer_the_step_is_loss_and_gradient():
+    (row,) = plan(1e9, tx=None).rows
+    gradient = jax.jit(jax.value_and_grad(loss_fn), keep_unused=True).lower(PARAMS, BATCH)
+    memory = gradient.compile().memory_analysis()
+    assert row.opt_state == 0
+    assert row.peak == (
+        memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+    )
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+        optax.contrib.reduce_on_plateau(),
+        accumulate(2, optax.sgd(0.1)),
+        optax.masked(optax.adam(1e-3), {"a": True, "b": False}),
+    ],
+    ids=["clip and adamw", "reduce_on_plateau", "accumulate", "masked"],
+)
+def test_any_optimizer_goes_in(tx):
+    (row,) = plan(1e9, tx=tx).rows
+    assert row.opt_state == bytes_of(tx.init(PARAMS))
+
+
+def test_what_is_sharded_counts_by_device():
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+    shard = lambda spec: (
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, jnp.result_type(x), sharding=NamedSharding(mesh, spec)
+        )
+    )
+    batch = jax.tree.map(shard(P("data")), BATCH)
+    (row,) = plan(1e9, params=jax.tree.map(shard(P("data")), PARAMS), batch=batch).rows
+    assert row.params == bytes_of(PARAMS) // 8
+    assert row.opt_state == 2 * bytes_of(PARAMS) // 8 + 4
+    assert row.batch == (24 * 32 * 4 + 24 * 4) // 8
+    (replicated,) = plan(1e9, params=jax.tree.map(shard(P()), PARAMS), batch=batch).rows
+    assert replicated.params == bytes_of(PARAMS)
+    assert replicated.batch == row.batch
+
+
+def test_the_table_has_a_row_for_each_that_was_compiled():
+    got = plan(whole_table().rows[3].peak)
+    lines = str(got).splitlines()
+    assert len(lines) == 2 + len(got.rows) + 2
+    assert lines[-1] == got.advice
+    for line, row in zip(lines[2:], got.rows, strict=False):
+        assert f"| {row.method} | {row.num_microbatches} x {row.microbatch_size} |" in line
+        assert line.endswith("| yes |" if row.fits else "| no |")
+
+
+def test_a_fraction_is_of_the_devices_memory(monkeypatch):
+    device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 10**9}, device_kind="a card")
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "local_devices", lambda: [device])
+        assert plan(0.25).memory_budget == 250_000_000
+    with pytest.raises(ValueError, match=r"memory_budget must be in bytes .* 'cpu' .* got .* 0.25"):
+        plan(0.25)
+
+
+@pytest.mark.parametrize("budget", [0, -1, True, "8 GB", None, float("nan"), float("inf"), 1j])
+def test_a_budget_that_is_none_is_refused(budget):
+    with pytest.raises(ValueError, match=re.escape(f"got {budget!r}")):
+        plan(budget)
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match=r"memory_budget must hold .* one example, .* got 2 kB"):
+        plan(2000)
+    with pytest.raises(ValueError, match="loss_fn must be a function, got 3"):
+        plan(1e9, loss_fn=3)
+    with pytest.raises(ValueError, match="tx must be an optax gradient transformation or None"):
+        plan(1e9, tx=optax.adam)
+    with pytest.raises(ValueError, match="batch is the scalar"):
+        plan(1e9, batch=1.0)
+    with pytest.raises(ValueError, match="one number of examples"):
+        plan(1e9, batch={"x": jnp.ones((4, 32)), "y": jnp.ones(3)})
+    with pytest.raises(ValueError, match="loss must be a real floating scalar"):
+        plan(1e9, loss_fn=lambda params, batch: batch["x"] @ params["b"])
+    with pytest.raises(ValueError, match="params must be floating"):
+        plan(1e9, params={"a": jnp.arange(3)})
+
+
+# Segments.
+
+
+def deep(params, x, key, flag=True):
+    """Many layers: nested calls, custom derivatives, random numbers, a loop, integers."""
+    for i in range(6):
+        x = jax.jit(lambda x, i=i: jax.nn.relu(x @ params[i % 2]) + 0.1 * x)(x)
+        x *= jax.random.bernoulli(jax.random.fold_in(key, i), 0.9, x.shape)
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, jnp.stack(params))
+    x = jax.nn.softmax(x) if flag else x
+    return jnp.where(jnp.arange(x.shape[-1]) > 2, x, 0).mean() + x.argmax()
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_segments_change_neither_value_nor_gradient(flag):
+    keys = jax.random.split(jax.random.key(flag), 3)
+    params = tuple(jax.random.normal(keys[0], (2, 4, 4)))
+    x = jax.random.normal(keys[1], (5, 4))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+    of = lambda fun: jax.jit(functools.partial(jax.value_and_grad(fun, (0, 1)), flag=flag))
+    results = of(deep)(params, x, keys[2]), of(checkpoint_segments(deep))(params, x, keys[2])
+    jax.tree.map(close, *results)
+    in_axes = (None, 0, None)
+    each = lambda fun: jax.vmap(of(fun), in_axes)(params, x[:, None], keys[2])
+    jax.tree.map(close, each(checkpoint_segments(deep)), each(deep))
+
+
+@pytest.mark.parametrize("layers", [1, 4, 16, 25])
+def test_there_are_as_many_segments_as_the_root_of_the_products(layers):
+    def loss_fn(w, x):
+        for _ in range(layers):
+            x = jnp.tanh(x @ w)
+        return x.sum()
+
+    w, x = jnp.eye(8), jnp.ones((16, 8))
+    jaxpr = jax.make_jaxpr(checkpoint_segments(loss_fn))(w, x)
+    checkpoints = [e for e in jaxpr.eqns if e.primitive.name in ("checkpoint", "remat2")]
+    assert len(checkpoints) == round(layers**0.5) - 1
+    second = lambda f: jax.hessian(lambda t: f(t * w, x))(1.0)
+    np.testing.assert_allclose(second(checkpoint_segments(loss_fn)), second(loss_fn), rtol=1e-5)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="its XLA recomputes all at once on CPU")
+def test_segments_take_less_memory():
+    def loss_fn(w, x):
+        for _ in range(16):
+            x = jnp.tanh(x @ w)
+        return x.sum()
+
+    w, x = jnp.eye(64), jnp.ones((4096, 64))
+    temp = lambda f: jax.jit(jax.grad(f)).lower(w, x).compile().memory_analysis().temp_size_in_bytes
+    assert temp(checkpoint_segments(loss_fn)) < 0.6 * temp(loss_fn)
+
+
+def test_a_function_without_products_is_left_whole():
+    fun = checkpoint_segments(lambda tree, scale: {"s": tree["x"].sum() * scale, "n": None})
+    assert fun({"x": jnp.arange(3.0)}, 2.0) == {"s": 6.0, "n": None}
+    with pytest.raises(ValueError, match="fun must be a function, got 1"):
+        checkpoint_segments(1)
