@@ -22,24 +22,18 @@ that normalise by the statistics of all. Under --out: batchnorm_vs_groupnorm.jso
 
 import argparse
 import functools
-import json
-import multiprocessing
-import os
 import pathlib
 import shlex
 import sys
-import tempfile
 import time
-from concurrent import futures
 from typing import NamedTuple
 
 import jax
 import numpy as np
 import optax
-from tqdm import tqdm
 
-import image_data
 import norm_plots
+from cells import Results, add_options, load, mean_and_error, plus_minus, train_all
 from norm_models import DEVICES, freeze, new_trainer
 from training import Arm, commit, epoch_order, first_update_max_diff, positive
 
@@ -124,59 +118,12 @@ def config(args):
     return {name: getattr(args, name) for name in ("train_size", "test_size", "epochs", "lr")}
 
 
-@functools.cache
-def _images(data, data_dir):
-    return image_data.load(data, data_dir)
-
-
-def load(args):
-    images = _images(args.data, args.data_dir).head(args.train_size, args.test_size)
-    return images._replace(name=args.data_name or images.name)
-
-
-def one_thread(compiled, devices):
-    """Set up a worker, before its JAX starts."""
-    # One thread a worker: more images per second in all, and figures that do not depend on the
-    # number of cores. On a card the workers share its memory.
-    flags = os.environ.get("XLA_FLAGS", "")
-    flags += " --xla_cpu_multi_thread_eigen=false"
-    if devices > 1:  # for these alone, since it changes what is rounded on one
-        flags += f" --xla_force_host_platform_device_count={devices}"
-    os.environ["XLA_FLAGS"] = flags
-    os.environ["NPROC"] = "1"
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    jax.config.update("jax_compilation_cache_dir", compiled)
-
-
-def work(cell, args, data):
-    """`train`, in a worker."""
-    images = load(args)
-    if images.name != data:
-        raise RuntimeError(f"the run began on {data}, and a worker found {images.name}")
-    return train(cell, images, args)
-
-
 def run(cells, args, data, keep):
     """Train the cells, `args.workers` at a time; each goes to `keep` when it is finished."""
     for devices in (1, DEVICES):
         mine = [cell for cell in cells if cell.devices == devices]
         if mine:
-            run_on(devices, mine, args, data, keep)
-
-
-def run_on(devices, cells, args, data, keep):
-    """Train cells that each take so many devices."""
-    spawn = multiprocessing.get_context("spawn")
-    with (
-        tempfile.TemporaryDirectory() as compiled,
-        futures.ProcessPoolExecutor(args.workers, spawn, one_thread, (compiled, devices)) as pool,
-    ):
-        running = [pool.submit(work, cell, args, data) for cell in cells]
-        try:
-            for future in tqdm(futures.as_completed(running), total=len(running), unit=" cells"):
-                keep(future.result())
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            train_all(train, mine, args, data, keep, devices)
 
 
 def cell_of(row):
@@ -197,18 +144,12 @@ def mean_errors(rows):
     for row in rows:
         key = row["norm"], row["physical_batch"]
         errors.setdefault(key, []).append(100 * row["test_error"])
-    return {
-        key: (np.mean(e), np.std(e, ddof=1) / len(e) ** 0.5 if len(e) > 1 else None)
-        for key, e in errors.items()
-    }
+    return {key: mean_and_error(each) for key, each in errors.items()}
 
 
 def table(rows):
     """Test error by norm and physical batch; then the difference of the first update."""
-    shown = {
-        key: f"{mean:.1f}" + (f" ± {standard_error:.1f}" if standard_error is not None else "")
-        for key, (mean, standard_error) in mean_errors(rows).items()
-    }
+    shown = {key: plus_minus(*each) for key, each in mean_errors(rows).items()}
     largest = {}
     for row in rows:
         key = row["norm"], row["physical_batch"]
@@ -226,31 +167,6 @@ def _markdown(title, values):
         if any(key[0] == norm for key in values):
             lines.append(f"| {norm} | {' | '.join(values.get((norm, s), '') for s in sizes)} |")
     return "\n".join(lines)
-
-
-class Results:
-    """The finished cells, in a file that each new one is written to at once."""
-
-    def __init__(self, path, args, data):
-        self.path = path
-        self.config, self.data = config(args), data
-
-    def rows(self):
-        return json.loads(self.path.read_text()) if self.path.exists() else []
-
-    def add(self, row):
-        kept = [r for r in self.rows() if not (self.is_mine(r) and cell_of(r) == cell_of(row))]
-        rows = sorted([*kept, row], key=lambda r: (r["seed"], r["norm"], -r["physical_batch"]))
-        half_written = self.path.with_suffix(".tmp")
-        half_written.write_text(json.dumps(rows, indent=1) + "\n")
-        os.replace(half_written, self.path)
-
-    def is_mine(self, row):
-        """Whether the row was measured as this run measures."""
-        return row["config"] == self.config and row["data"] == self.data
-
-    def mine(self):
-        return [row for row in self.rows() if self.is_mine(row)]
 
 
 def parse_cell(text):
@@ -279,16 +195,12 @@ def parse_args(argv=None):
         help="only these, with commas between (default: all that belong to the run)",
     )
     parser.add_argument("--again", type=parse_cell, metavar="CELL", help="run one cell once more")
-    parser.add_argument("--data", choices=image_data.SOURCES, default="auto")
-    parser.add_argument("--data-dir", help="folder with cifar-10-batches-bin or a TFDS CIFAR-10")
-    parser.add_argument("--data-name", help="name to report results under (default: what is read)")
+    add_options(parser)
     parser.add_argument("--train-size", type=positive, help="(default: 6000; 50000 with --full)")
     parser.add_argument("--test-size", type=positive, help="(default: 1000; 10000 with --full)")
     parser.add_argument("--seeds", type=positive, help="(default: 1; 3 with --full)")
     parser.add_argument("--epochs", type=positive, default=2)
     parser.add_argument("--lr", type=float, default=0.1, help="highest rate (default: %(default)s)")
-    parser.add_argument("--workers", type=positive, default=os.cpu_count())
-    parser.add_argument("--out", default="results")
     args = parser.parse_args(argv)
     for name, quick, full in (
         ("train_size", 6_000, 50_000),
@@ -314,18 +226,17 @@ def main(argv=None):
     out = pathlib.Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     data = load(args).name
-    results = Results(out / "batchnorm_vs_groupnorm.json", args, data)
+    order = lambda row: (row["seed"], row["norm"], -row["physical_batch"])
+    path = out / "batchnorm_vs_groupnorm.json"
+    results = Results(path, config(args), data, cell_of, order)
     if args.again:
         again = lambda row: print(f"{args.again} on {data}: {row['test_error']}")
         run([args.again], args, data, again)
         kept = {cell_of(row): row["test_error"] for row in results.mine()}
         print(f"{results.path} has: {kept.get(args.again, 'no such cell with these options')}")
         return
-    done = set(map(cell_of, results.mine()))
     cells = args.cells or grid(args)
-    left = [cell for cell in cells if cell not in done]
-    print(f"{data}: {len(cells) - len(left)} cells are finished, {len(left)} are left")
-    run(left, args, data, results.add)
+    run(results.left(cells), args, data, results.add)
     print(
         f"\n{data}, effective batch {EFFECTIVE_BATCH}, by physical batch\n{table(results.mine())}"
     )
