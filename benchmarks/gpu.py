@@ -1,4 +1,4 @@
-"""Cost of the gate, the CIFAR arms and their peak memory, on a machine with a GPU.
+"""Cost of the gate, the CIFAR arms, and peak memory against the plan, on a machine with a GPU.
 
     python benchmarks/gpu.py --data-dir DIR         # on a GPU; DIR as in examples/cifar_flax.py
     python benchmarks/gpu.py --parts "cost/adam 400x10k" arm/16x4 --runs 1 --train-size 200 \
@@ -9,11 +9,14 @@ parts.json under --out: run the same command again to go on where it was stopped
 measured with other settings is measured again.
 
 cost/CASE/GATE is the table of cost.py; with the gate as `select` both branches run in every
-micro-step, as they do under `vmap`. arm/BxK is an arm of examples/cifar_flax.py.
+micro-step, as they do under `vmap`. arm/BxK is an arm of examples/cifar_flax.py. plan/CASE/SHARE
+plans a step of window.py's case for that share of the memory that the whole batch takes, runs it,
+and sets the bytes of the plan beside the peak that the device reports.
 """
 
 import argparse
 import datetime
+import functools
 import json
 import multiprocessing
 import os
@@ -26,14 +29,17 @@ from unittest import mock
 import cost
 import jax
 import jax.numpy as jnp
+import optax
+import window
 
-from optax_accum import _gate
+from optax_accum import _gate, microbatch_value_and_grad, plan_microbatches
 
 CIFAR = pathlib.Path(__file__).parents[1] / "examples" / "cifar_flax.py"
 GATES = ("cond", "select")
 ARMS = ("64x1", "16x4", "16x1")
 PARTS = [f"cost/{case}/{gate}" for case in cost.CASES for gate in GATES]
 PARTS += [f"arm/{arm}" for arm in ARMS]
+PARTS += [f"plan/{case}/{share}" for case in ("cnn", "transformer") for share in ("1", "0.2")]
 
 gate_as_cond = _gate.gate
 
@@ -71,17 +77,48 @@ def measure_arm(arm, out, args):
     return row
 
 
+def measure_plan(case, share, runs):
+    """What the plan says of a step, and what it took."""
+    net_loss, params, batch, _ = window.case(case)
+    loss_fn = lambda params, batch: net_loss(params, *batch)
+    tx = optax.adam(1e-3)
+    plan = functools.partial(plan_microbatches, loss_fn, params, batch, tx=tx)
+    whole = plan(memory_budget=1e15).rows[0].peak
+    row = next(row for row in plan(memory_budget=float(share) * whole).rows if row.fits)
+    value_and_grad = microbatch_value_and_grad(loss_fn, row.num_microbatches)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, opt_state, batch):
+        loss, gradients = value_and_grad(params, batch)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    opt_state, batch = tx.init(params), jax.device_put(batch)
+    for _ in range(runs):
+        params, opt_state, loss = jax.block_until_ready(step(params, opt_state, batch))
+    device = jax.devices()[0]
+    return {
+        "case": case,
+        "split": str(row),
+        "planned": row.peak,
+        "peak_bytes_in_use": (device.memory_stats() or {}).get("peak_bytes_in_use"),
+        "loss": float(loss),
+        "versions": {"jax": jax.__version__, "device": device.device_kind},
+    }
+
+
 def measure(part, out, args):
     kind, *names = part.split("/")
     if kind == "arm":
         return measure_arm(*names, out, args)
+    run = {"cost": measure_cost, "plan": measure_plan}[kind]
     with futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(measure_cost, *names, args.runs).result()
+        return process.submit(run, *names, args.runs).result()
 
 
 def settings(part, args):
     """What a part's numbers depend on, beside the machine."""
-    if part.startswith("cost/"):
+    if not part.startswith("arm/"):
         return {"runs": args.runs}
     return {name: getattr(args, name) for name in ("train_size", "epochs", "data_dir", "data_name")}
 
@@ -108,8 +145,21 @@ def cost_table(parts):
     return cost.table(rows)
 
 
+def megabytes(size):
+    return "not reported" if size is None else f"{size / 1e6:.1f} MB"
+
+
+def plan_table(rows):
+    lines = ["| step | planned | peak in use | peak / planned |", "|---|---|---|---|"]
+    for row in rows:
+        planned, peak = row["planned"], row["peak_bytes_in_use"]
+        ratio = "" if peak is None else f"{peak / planned:.2f}"
+        sizes = f"{megabytes(planned)} | {megabytes(peak)}"
+        lines.append(f"| {row['case']}, {row['split']} | {sizes} | {ratio} |")
+    return "\n".join(lines)
+
+
 def arm_table(rows):
-    megabytes = lambda size: "not reported" if size is None else f"{size / 1e6:.1f} MB"
     lines = [
         "| arm | test accuracy | images/s | seconds | compiled temp | peak in use | data |",
         "|---|---|---|---|---|---|---|",
@@ -126,11 +176,15 @@ def arm_table(rows):
 def report(parts):
     costs = {name: part for name, part in parts.items() if name.startswith("cost/")}
     arms = [parts[f"arm/{arm}"] for arm in ARMS if f"arm/{arm}" in parts]
+    plans = [part for name, part in parts.items() if name.startswith("plan/")]
     if costs:
         print(f"\n{measured_on(costs.values())}\n{cost_table(costs)}")
     if arms:
         rows = [part["result"] for part in arms]
         print(f"\n{measured_on(arms)}\n{arm_table(rows)}")
+    if plans:
+        rows = [part["result"] for part in plans]
+        print(f"\n{measured_on(plans)}\n{plan_table(rows)}")
 
 
 def parse_args(argv=None):
