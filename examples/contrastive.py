@@ -30,7 +30,7 @@ from training import commit, epoch_order, positive, split
 
 BATCH, MICRO_BATCHES = 512, 8
 PIXELS = 24  # the height and width of a view
-RATE = 2e-3  # Adam's highest
+PEAK_LEARNING_RATE = 2e-3
 GRADIENTS = {
     "big batch": lambda encode, loss: jax.value_and_grad(composed(encode, loss)),
     "exact 8x64": lambda encode, loss: contrastive_value_and_grad(encode, loss, MICRO_BATCHES),
@@ -141,7 +141,7 @@ def train(cell, images, args):
     first = {name: fn(params, views)[1] for name, fn in compiled.items()}
 
     updates = args.epochs * (len(images.train_images) // BATCH)
-    tx = optax.adam(optax.cosine_onecycle_schedule(updates, RATE, pct_start=0.2))
+    tx = optax.adam(optax.cosine_onecycle_schedule(updates, PEAK_LEARNING_RATE, pct_start=0.2))
     opt_state = tx.init(params)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -192,8 +192,9 @@ def table(rows):
     """Means over seeds, and of the differences from the big batch's training of the same seed."""
     of = {cell_of(row): row for row in rows}
     lines = [
-        "| arm | finds its own second view, % | less big batch | nearest other is of its class, % |"
-        " less big batch | first gradient differs by | temp MB | images/s |",
+        "| arm | finds its own second view, % | minus the big batch |"
+        " nearest other is of its class, % | minus the big batch | first gradient differs by |"
+        " temp MB | images/s |",
         "|---" * 8 + "|",
     ]
     for arm in GRADIENTS:

@@ -148,13 +148,31 @@ def argument_numbers(
     return numbers["batch_argnums"], numbers["rng_argnums"]
 
 
+def check_keys_follow(rng_at: tuple[int, ...]) -> None:
+    """Require keys that follow `params` and `batch`."""
+    if sorted(rng_at) != [*range(2, 2 + len(rng_at))]:
+        raise ValueError(
+            "rng_argnums must be 2, or 2 and 3 and so on: keys follow params and batch; got"
+            f" {rng_at}."
+        )
+
+
+def check_keys(rngs: tuple, rng_at: tuple[int, ...]) -> None:
+    """Require as many keys as were announced."""
+    if len(rngs) != len(rng_at):
+        raise ValueError(
+            "encode_fn must be called with params, batch and a key for each of rng_argnums,"
+            f" {rng_at}; got {len(rngs)} arguments after batch."
+        )
+
+
 def check_has_arguments(args: tuple, numbers: Iterable[int], carry_argnum: Any) -> None:
     """Require a call with the arguments that were named."""
     needed = max(*numbers, -1 if carry_argnum is None else carry_argnum)
     if len(args) <= needed:
         raise ValueError(
-            f"loss_fn must be called with its arguments in order, at least {needed + 1} by the"
-            f" numbers given; got {len(args)}."
+            f"the arguments must be given by position, at least {needed + 1} of them by the numbers"
+            f" of those with a role; got {len(args)}."
         )
 
 
@@ -266,8 +284,8 @@ def pair(name: str, value: Any) -> tuple[Any, Any]:
 
 def weight(value: Any) -> Any:
     """What `weight_fn` returned, if anything."""
-    if value is None:
-        raise ValueError("weight_fn must return a real scalar, got None.")
+    if not is_arraylike(value):
+        raise ValueError(f"weight_fn must return a real scalar, got {value!r}.")
     return value
 
 
@@ -276,8 +294,8 @@ def loss(value: Any) -> Any:
     is_floating = is_arraylike(value) and jnp.issubdtype(jnp.result_type(value), jnp.floating)
     if not is_floating or jnp.shape(value):
         raise ValueError(
-            f"loss_fn's loss must be a real floating scalar, got {_shapes(value)}. With a second"
-            " value make the step with has_aux=True or model_state=True."
+            f"loss_fn's loss must be a real floating scalar, got {_shapes(value)}. (Where it may"
+            " return a second value, an argument such as has_aux=True says so.)"
         )
     return value
 

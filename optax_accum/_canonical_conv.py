@@ -51,12 +51,10 @@ def canonical_convolutions(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fun)
     def canonical(*args, **kwargs):
-        of_arrays, arrays_of = _jaxprs.of_arrays(fun, args, kwargs)
-        arrays = arrays_of(args, kwargs)
-        jaxpr, out = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
+        jaxpr, arrays, result = _jaxprs.traced(fun, args, kwargs)
         is_slow = any(map(_is_slow, _jaxprs.equations(jaxpr)))
         evaluate = _evaluated(jaxpr) if is_slow else jaxpr_as_fun(jaxpr)
-        return jax.tree.unflatten(jax.tree.structure(out), evaluate(*arrays))
+        return result(evaluate(*arrays))
 
     return canonical
 
@@ -76,15 +74,11 @@ def _fast_where_slow(equation: Any, *inputs: Any) -> list[Any]:
 def _rewritten(value: Any) -> Any:
     """A parameter of an equation, with the convolutions in it rewritten."""
     if isinstance(value, tuple | list):
-        return type(value)(map(_rewritten, value)) if any(map(_is_jaxpr, value)) else value
-    if not _is_jaxpr(value) or not any(map(_is_slow, _jaxprs.equations(value))):
+        return type(value)(map(_rewritten, value)) if any(map(_jaxprs.is_jaxpr, value)) else value
+    if not _jaxprs.is_jaxpr(value) or not any(map(_is_slow, _jaxprs.equations(value))):
         return value
     new = jax.make_jaxpr(_evaluated(value))(*(v.aval for v in value.invars))
     return new if hasattr(value, "consts") else new.jaxpr
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return hasattr(value, "eqns")
 
 
 def _is_slow(equation: Any) -> bool:

@@ -32,17 +32,19 @@ def contrastive_value_and_grad(
 
     Args:
       encode_fn: `encode_fn(params, batch[, rng])`, the representations: a pytree of arrays with the
-        example axis first. Examples must not see each other in it (no BatchNorm).
+        example axis first, of which integers (labels, say) are passed on without a gradient.
+        Examples must not see each other in it (no BatchNorm).
       loss_fn: `loss_fn(params, representations)`, a real scalar, of those of the whole batch in its
         order. What it takes from `params`, such as a temperature, counts once.
       num_microbatches: At least 1; 1 is `jax.value_and_grad` of the composition.
-      rng_argnums: 2 where `encode_fn` takes a key. Each micro-batch gets one split from it, the
-        same in both passes.
+      rng_argnums: 2 where `encode_fn` takes a key, 2 and 3 where it takes two. Each micro-batch
+        gets one split from it (a single one the key itself), the same in both passes.
 
     Returns:
-      A function `(params, batch[, rng]) -> (loss, gradients)`. Inside `jax.shard_map` let `loss_fn`
-      gather the representations and return the mean of the loss over devices, differentiate with
-      respect to `varying(params, axis)`, and sum the gradients over devices.
+      A function `(params, batch[, rng]) -> (loss, gradients)`, of arguments by position. Inside
+      `jax.shard_map` let `loss_fn` gather the representations, `lax.all_gather(r, axis,
+      tiled=True)`, and return `lax.pmean(loss, axis)`; call the function with `varying(params,
+      axis)`, and sum the gradients, `lax.psum(gradients, axis)`.
 
     Raises:
       ValueError: An argument breaks its rule.
@@ -68,23 +70,23 @@ def contrastive_value_and_grad(
     _validation.check_function("loss_fn", loss_fn)
     _call_validation.check_count("num_microbatches", num_microbatches)
     _, rng_at = _call_validation.argument_numbers(0, 1, rng_argnums, None)
+    _call_validation.check_keys_follow(rng_at)
     num = int(num_microbatches)
     encode = canonical_convolutions(encode_fn) if num > 1 else encode_fn
 
     def checked_loss(params, representations):
         return _call_validation.loss(loss_fn(params, representations))
 
-    def whole(params, *args):
-        return checked_loss(params, encode_fn(params, *args))
+    def whole(params, batch, *rngs):
+        representations = encode_fn(params, batch, *rngs)
+        _call_validation.check_representations(representations, _call_validation.check_batch(batch))
+        return checked_loss(params, representations)
 
     def surrogate(params, batch, cotangents, *rngs):
         """A number whose gradient is a micro-batch's part of the sum."""
-        pairs = zip(
-            jax.tree.leaves(encode_fn(params, batch, *rngs)),
-            jax.tree.leaves(cotangents),
-            strict=True,
-        )
-        return sum(jnp.sum(r * c).astype(jnp.float32) for r, c in pairs)
+        differentiable = filter(_is_inexact, jax.tree.leaves(encode_fn(params, batch, *rngs)))
+        pairs = zip(differentiable, cotangents, strict=True)
+        return sum(jnp.sum(r * c).real.astype(jnp.float32) for r, c in pairs)
 
     backward = microbatch_value_and_grad(
         surrogate,
@@ -96,7 +98,7 @@ def contrastive_value_and_grad(
     )
 
     def value_and_grad(params, batch, *rngs):
-        _call_validation.check_has_arguments((params, batch, *rngs), (1, *rng_at), None)
+        _call_validation.check_keys(rngs, rng_at)
         batch = jax.tree.map(jnp.asarray, batch)
         size = _call_validation.check_batch(batch)
         _call_validation.check_enough_examples(num, size)
@@ -117,10 +119,25 @@ def contrastive_value_and_grad(
 
         parts = [forward(*group) for group in by_size(size, num)]
         representations = jax.tree.map(in_order, *parts)
-        loss, (direct, cotangents) = jax.value_and_grad(checked_loss, (0, 1))(
-            params, representations
+        leaves, treedef = jax.tree.flatten(representations)
+        # Integers have no gradient, and go to the loss as they are.
+        of_leaves = lambda params, floats: checked_loss(
+            params, jax.tree.unflatten(treedef, _put_back(leaves, floats))
+        )
+        loss, (direct, cotangents) = jax.value_and_grad(of_leaves, (0, 1))(
+            params, list(filter(_is_inexact, leaves))
         )
         _, through = backward(params, batch, cotangents, *rngs)
         return loss, jax.tree.map(jnp.add, direct, through)
 
     return value_and_grad
+
+
+def _is_inexact(x):
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _put_back(leaves, floats):
+    """The leaves, with these in place of those that are floating or complex."""
+    floats = iter(floats)
+    return [next(floats) if _is_inexact(x) else x for x in leaves]

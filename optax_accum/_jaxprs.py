@@ -1,4 +1,6 @@
-"""What a traced function computes with: arrays, random numbers, and the narrowest dtype."""
+"""Jaxprs: tracing a function of its arrays, evaluating it, and what it computes with."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +8,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 _RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "random_gamma")
-_MOVES = {  # bytes about, without arithmetic
+_MOVES = {  # elements, without arithmetic
     *("broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice"),
     *("dynamic_update_slice", "gather", "pad", "reshape", "rev", "select_n", "slice", "split"),
     *("squeeze", "transpose"),
@@ -14,9 +16,10 @@ _MOVES = {  # bytes about, without arithmetic
 
 
 def of_arrays(fun, args, kwargs):
-    """`fun` of the arrays among its arguments alone; and those arrays of other arguments like it.
+    """Split off what is no array.
 
-    All that is no array is fixed as it is here.
+    Returns `fun` as a function of the arrays among its arguments, all else held fixed, and a
+    function that picks these arrays out of arguments of the same structure.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     is_array = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
@@ -34,6 +37,14 @@ def of_arrays(fun, args, kwargs):
     return with_the_rest, arrays_of
 
 
+def traced(fun, args, kwargs):
+    """The jaxpr of a call, its arrays, and what makes the result of those of the jaxpr."""
+    with_the_rest, arrays_of = of_arrays(fun, args, kwargs)
+    arrays = arrays_of(args, kwargs)
+    jaxpr, out = jax.make_jaxpr(with_the_rest, return_shape=True)(*arrays)
+    return jaxpr, arrays, functools.partial(jax.tree.unflatten, jax.tree.structure(out))
+
+
 def is_random(equations) -> bool:
     """Whether a random number is drawn."""
     return any(equation.primitive.name in _RANDOM for equation in equations)
@@ -46,12 +57,17 @@ def equations(jaxpr):
             value
             for parameter in equation.params.values()
             for value in (parameter if isinstance(parameter, tuple | list) else [parameter])
-            if hasattr(value, "eqns") or hasattr(value, "jaxpr")
+            if is_jaxpr(value)
         ]
         for value in inside:
             yield from equations(value)
         if not inside:
             yield equation
+
+
+def is_jaxpr(value):
+    """Whether it is one, closed or open."""
+    return hasattr(value, "eqns")
 
 
 def evaluate(jaxpr, *args, rule):

@@ -50,21 +50,24 @@ def microbatch_value_and_grad(
         with `carry_argnum` `(loss, carry)`, with both `(loss, (carry, aux))`.
       num_microbatches: At least 1; 1 compiles to `jax.value_and_grad(loss_fn)`.
       argnums: Arguments to differentiate with respect to.
-      has_aux: Whether `loss_fn` returns an aux. Its scalars come back as the mean, weighted as the
-        loss, its arrays with the example axis first in the order of the batch.
+      has_aux: Whether `loss_fn` returns an aux. Its scalars come back as floats, the mean weighted
+        as the loss is (Σ / Σ wᵢ under each `normalize`); its arrays with the example axis first in
+        the order of the batch, also the rows of a micro-batch that does not count.
       batch_argnums: Arguments whose arrays have the example axis first.
-      rng_argnums: Arguments that are a PRNG key: each micro-batch gets one split from it.
+      rng_argnums: Arguments that are a PRNG key: each micro-batch gets one split from it, a single
+        one the key itself.
       carry_argnum: Argument that `loss_fn` returns changed, for the next micro-batch: statistics
-        of BatchNorm, say.
+        of BatchNorm, say. A micro-batch that does not count leaves it as it was.
       weight_fn: `weight_fn(*batch arguments)`, the weight of a micro-batch, such as its tokens.
-        Default: its number of examples. As in `accumulate`, only weights above 0 count.
+        Default: its number of examples. As in `accumulate`, a weight of 0, below 0, infinite or
+        NaN does not count; where none counts, loss and gradient are 0.
       normalize: As in `accumulate`: `"mean"`, `"sum"` (Σ wᵢgᵢ, and so for the loss) or `"ratio"`
         (Σ gᵢ / Σ wᵢ, for a loss that is a sum).
       accumulator_dtype: Dtype of the sums. Default: the gradient's, and float32 where that is
         narrower. The gradient comes back in the dtype of its argument.
 
     Returns:
-      A function of the arguments of `loss_fn` that returns `(value, gradients)` as
+      A function of the arguments of `loss_fn`, by position, that returns `(value, gradients)` as
       `jax.value_and_grad(loss_fn, argnums, has_aux)` does; `value` is what `loss_fn` returns.
       Inside `jax.shard_map` nothing is reduced: differentiate with respect to `varying(params,
       axis)` and reduce the result once, or hand it to `accumulate(k, axis_name=axis)`.
@@ -104,24 +107,24 @@ def microbatch_value_and_grad(
         size = _call_validation.check_batch(batch)
         _call_validation.check_enough_examples(num, size)
         if num == 1 and is_over_examples:
-            loss, rest, gradients = run(*args)
-            return one.value(loss, *rest), gradients
-        keys = [split_key(args[i], num) for i in rng_at]
+            loss, (carry, aux), gradients = run(*args)
+            return one.value(loss, carry, _join_aux(*_divide_aux(aux, size))), gradients
+        keys = {i: split_key(args[i], num) for i in rng_at}
         carry = None if carry_argnum is None else jax.tree.map(jnp.asarray, args[carry_argnum])
-        whole = dict(enumerate(args)) | dict(zip(batch_at, batch, strict=True))
-        whole |= {} if carry_argnum is None else {carry_argnum: carry}
-        of_arrays, arrays_of = _jaxprs.of_arrays(run, tuple(whole.values()), {})
-        run_once_traced = jax.jit(of_arrays)  # here and in the loops below
+
+        def with_arguments(batch, keys, carry):
+            new = {**dict(zip(batch_at, batch, strict=True)), **keys, carry_argnum: carry}
+            return tuple(new.get(i, x) for i, x in enumerate(args))
+
+        of_arrays, arrays_of = _jaxprs.of_arrays(run, with_arguments(batch, {}, carry), {})
+        run_once_traced = jax.jit(of_arrays)  # or each loop would trace loss_fn anew
 
         def micro_batch(i, carry, is_larger):
             """Its weight; what is summed; its carry and what is not summed of its aux."""
             part = functools.partial(part_of, i=i, num=num, is_larger=is_larger)
             parts = [jax.tree.map(part, x) for x in batch]
-            new = whole | dict(zip(batch_at, parts, strict=True))
-            new |= zip(rng_at, (key[i] for key in keys), strict=True)
-            new |= {} if carry_argnum is None else {carry_argnum: carry}
-            arrays = arrays_of(tuple(new.values()), {})
-            loss, (carry, aux), gradients = run_once_traced(*arrays)
+            new = with_arguments(parts, {at: key[i] for at, key in keys.items()}, carry)
+            loss, (carry, aux), gradients = run_once_traced(*arrays_of(new, {}))
             part_size = _call_validation.check_batch(parts)
             scalars, rows = _divide_aux(aux, part_size)
             if weight_fn is not None:

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from optax_accum import _call_validation, _validation
-from optax_accum._checkpoint import checkpoint_segments
+from optax_accum._checkpoint_segments import checkpoint_segments
 from optax_accum._microbatch import microbatch_value_and_grad
 from optax_accum._window import sum_dtype_of
 
@@ -22,17 +22,17 @@ class PlanRow(NamedTuple):
 
     method: str  # "as it is", "checkpoint" or "bfloat16"
     num_microbatches: int
-    microbatch_size: int
-    params: int
+    microbatch_size: int  # examples
+    params: int  # bytes, and so for the next four
     opt_state: int
-    batch: int
-    accumulator: int  # the sums of the gradients
+    batch: int  # all of it
+    accumulator: int  # the sums of the gradients; 0 for one micro-batch
     temporaries: int  # all else: activations, gradients
-    fits: bool
+    fits: bool  # peak <= memory_budget
 
     @property
     def peak(self) -> int:
-        """All of it."""
+        """Bytes on one device: the sum of the five."""
         return self.params + self.opt_state + self.batch + self.accumulator + self.temporaries
 
     def __str__(self) -> str:
@@ -42,8 +42,8 @@ class PlanRow(NamedTuple):
 class MicrobatchPlan(NamedTuple):
     """The answer of `plan_microbatches`; `print` shows it as a table."""
 
-    num_microbatches: int
-    microbatch_size: int
+    num_microbatches: int  # of loss_fn as it is, and so for the next two
+    microbatch_size: int  # examples
     fits: bool
     memory_budget: int  # bytes
     advice: str
@@ -79,30 +79,33 @@ def plan_microbatches(
         peak = params + opt_state + batch + accumulator + temporaries
 
     Nothing is run, and shapes are enough. Where more than one micro-batch is needed, two other
-    ways to save memory are tried with ever fewer, as long as they fit: `"checkpoint"` is
-    `checkpoint_segments(loss_fn)`, and `"bfloat16"` casts parameters and batch to it, inside the
-    loss function.
+    ways to save memory are tried, with the next smaller k and the next, until one does not fit
+    (where no k fits, from the largest down): `"checkpoint"` is `checkpoint_segments(loss_fn)`, and
+    `"bfloat16"` casts parameters and batch inside `loss_fn`, which gives another loss, to rounding.
+    Each row is one compilation.
 
     The bytes are those that XLA reserves on the default device's platform, on one device where
-    arrays are sharded. For `accumulate(k)`, to which micro-batches come one at a time, they are an
-    upper bound: there the batch is a micro-batch.
+    arrays are sharded. `accumulate(k)`, whose micro-batches come one at a time, holds a micro-batch
+    in place of the batch, and its accumulator between calls too.
 
     Args:
       loss_fn: `loss_fn(params, batch)`, the mean loss; a real scalar.
       params: The parameters: arrays, or `jax.ShapeDtypeStruct`s (with a `NamedSharding`, where they
         will be sharded).
       batch: The whole batch, the same way; the example axis comes first.
-      memory_budget: Bytes; or, up to 1, a fraction of the device's memory where it is reported.
+      memory_budget: Bytes; or, up to 1, a fraction of what JAX may allocate on the device, where
+        that is reported (three quarters of a card by default; not on CPU).
       tx: The optimizer. Default: none, so that the step is loss and gradient alone.
 
     Returns:
-      The plan. `num_microbatches` is the smallest that `fits`, or of the nearest row where none
-      does; `advice` says so in words, also that the batch fits whole or could be larger, and
-      which of the other ways would do.
+      The plan. `num_microbatches`, `microbatch_size` and `fits` are of `loss_fn` as it is: the
+      smallest k that fits, else the k of the lowest peak. `advice` says in words what fits, in
+      which way; that the batch fits whole, or could be larger; or what comes nearest.
 
     Raises:
       ValueError: An argument breaks its rule: the budget is smaller than parameters, optimizer
         state and one example, say, or a fraction where the device does not report its memory.
+      NotImplementedError: The platform does not report what a program takes.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -128,33 +131,34 @@ def plan_microbatches(
             f" {_size(least)}; got {_size(budget)}."
         )
 
-    params_and_rest = _bytes(params), _bytes(opt_state), _bytes(batch)
+    argument_bytes = _bytes(params), _bytes(opt_state), _bytes(batch)
 
-    def row(method, k):
+    def compiled(method, k):
         sums = _bytes(jax.tree.map(_sum_of, params)) if k > 1 else 0
         beside = _beside_arguments(_METHODS[method](loss_fn), k, tx, params, opt_state, batch)
-        peak = sum(params_and_rest) + beside
-        fits = peak <= budget
-        return PlanRow(method, k, size // k, *params_and_rest, sums, beside - sums, fits)
+        fits = sum(argument_bytes) + beside <= budget
+        return PlanRow(method, k, size // k, *argument_bytes, sums, beside - sums, fits)
 
     divisors = [k for k in range(1, size + 1) if not size % k]
-    plain = _until(lambda row: row.fits, (row("as it is", k) for k in divisors))
+    if sum(argument_bytes) > budget:  # then no k fits, and the largest is the nearest
+        divisors = [size]
+    plain = _take_through(lambda row: row.fits, (compiled("as it is", k) for k in divisors))
     chosen = plain[-1] if plain[-1].fits else min(plain, key=lambda row: row.peak)
     fewer = [k for k in divisors if k < chosen.num_microbatches or not chosen.fits]
     others = []
     for method in ("checkpoint", "bfloat16"):
-        rows = (row(method, k) for k in reversed(fewer))
-        others += _until(lambda row: not row.fits, rows)
+        rows = (compiled(method, k) for k in reversed(fewer))
+        others += _take_through(lambda row: not row.fits, rows)
     split = chosen.num_microbatches, chosen.microbatch_size, chosen.fits
     return MicrobatchPlan(*split, budget, _advice(chosen, others, budget), (*plain, *others))
 
 
-def _until(last, rows):
+def _take_through(is_last, rows):
     """The rows up to the first that is the last."""
     taken = []
     for row in rows:
         taken.append(row)
-        if last(row):
+        if is_last(row):
             break
     return taken
 
@@ -215,7 +219,14 @@ def _advice(chosen, others, budget):
     if fewest:
         return f"No number of micro-batches fits as it is; what fits is {others_that_fit}."
     nearest = min((chosen, *others), key=lambda row: row.peak)
-    return f"Nothing fits. The nearest is {nearest}, which takes {_size(nearest.peak)}."
+    advice = f"Nothing fits. The nearest is {nearest}, which takes {_size(nearest.peak)}."
+    arguments = nearest.params + nearest.opt_state + nearest.batch
+    if arguments > budget:
+        advice += (
+            f" Parameters, optimizer state and batch alone take {_size(arguments)}: bring the"
+            " micro-batches one by one, with accumulate(k)."
+        )
+    return advice
 
 
 def _struct(x):
@@ -233,7 +244,9 @@ def _state_of(tx, params):
     state = jax.eval_shape(tx.init, params)
     if all(leaf.sharding is None for leaf in jax.tree.leaves(params)):
         return state
-    return optax.tree.map_params(tx, lambda s, p: _like(p, s.shape, s.dtype), state, params)
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)
+    like = lambda s, p: s if is_masked(s) else _like(p, s.shape, s.dtype)
+    return optax.tree.map_params(tx, like, state, params, is_leaf=is_masked)
 
 
 def _sum_of(param):

@@ -104,6 +104,25 @@ def test_over_eight_devices_it_is_still_the_big_batch(num):
     assert collectives(run.lower(PARAMS, X).compile()).in_loops.count == 0
 
 
+@pytest.mark.parametrize("num", [1, 2, 5])
+def test_integers_and_complex_numbers_may_be_among_the_representations(num):
+    batch = {**X, "label": jnp.arange(24) % 3}
+
+    def encode_and_pass_on(params, batch):
+        out = encode(params, {name: batch[name] for name in X})
+        return {"z": lax.complex(out["image"], out["text"]), "label": batch["label"]}
+
+    def supervised(params, r):
+        same = r["label"][:, None] == r["label"][None]
+        return jnp.where(same, jnp.abs(r["z"] @ r["z"].conj().T), 0).mean()
+
+    got = jax.jit(contrastive_value_and_grad(encode_and_pass_on, supervised, num))(PARAMS, batch)
+    composed = lambda params, batch: supervised(params, encode_and_pass_on(params, batch))
+    chex.assert_trees_all_close(
+        got, jax.value_and_grad(composed)(PARAMS, batch), rtol=1e-5, atol=1e-6
+    )
+
+
 def test_memory_is_that_of_a_micro_batch():
     params = params_of(width=4096)
     batch = jax.tree.map(lambda x: jnp.tile(x, (32, 1)), X)
@@ -128,7 +147,15 @@ def test_memory_is_that_of_a_micro_batch():
         ),
         (
             lambda: contrastive_value_and_grad(encode, info_nce, 2, rng_argnums=2)(PARAMS, X),
-            "must be called with its arguments in order, at least 3 .* got 2",
+            r"a key for each of rng_argnums, \(2,\); got 0 arguments after batch",
+        ),
+        (
+            lambda: contrastive_value_and_grad(encode, info_nce, 2)(PARAMS, X, jax.random.key(0)),
+            r"a key for each of rng_argnums, \(\); got 1 arguments after batch",
+        ),
+        (
+            lambda: contrastive_value_and_grad(encode, info_nce, 2, rng_argnums=5),
+            r"rng_argnums must be 2, or 2 and 3 and so on: .* got \(5,\)",
         ),
         (
             lambda: contrastive_value_and_grad(lambda p, x: p["temperature"], info_nce, 2)(

@@ -121,7 +121,7 @@ def test_each_cell_is_kept_and_the_table_has_the_arms(command, first_run):
         assert row["inverse_temperature"] != pytest.approx(10, rel=1e-6)  # it is learned
     big, exact, naive = rows
     assert big["first_gradient_max_diff"] == 0
-    assert 0 < exact["first_gradient_max_diff"] < 1e-5 < naive["first_gradient_max_diff"]
+    assert exact["first_gradient_max_diff"] < 1e-5 < naive["first_gradient_max_diff"]
     assert exact["train_losses"] == pytest.approx(big["train_losses"], rel=1e-5)
     for row in rows:
         retrieval = 100 * row["retrieval"]

@@ -1,5 +1,6 @@
 """Recomputation in segments, for any function: time for memory inside a micro-batch."""
 
+import collections
 import functools
 import itertools
 import math
@@ -17,12 +18,13 @@ _PRODUCTS = (lax.dot_general_p, lax.conv_general_dilated_p)
 def checkpoint_segments(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Let the gradient of `fun` keep a few points of the forward pass, and recompute the rest.
 
-    A function of n matrix products and convolutions is cut into √n segments, about as large each,
-    where the least is to be kept; `jax.checkpoint` goes around each but the last. So memory for
-    activations falls to that of a segment and of the points between them, for at most one more
-    forward pass. It is `jax.checkpoint` for a function whose parts are not at hand; a loop in it,
-    such as a `lax.scan` over layers, stays whole: put `jax.checkpoint` around its body. (When to
-    recompute is XLA's choice in the end: on CPU memory falls with jax 0.12, and not with 0.10.)
+    The n matrix products and convolutions of `fun`, those in nested `jit`s too, are cut into about
+    √n segments with outputs of about as many bytes; each cut is moved to where the fewest bytes are
+    alive. `jax.checkpoint` goes around each segment but the last. So the activations that are kept
+    are those between segments, and those of one segment at a time, for at most one more forward
+    pass. It is for functions whose layers are not at hand; where they are, put `jax.checkpoint`
+    around them, and around the body of a `lax.scan` over them, which is not cut. (When to recompute
+    is XLA's choice in the end: on CPU memory falls with jax 0.12, and not with 0.10.)
 
     Args:
       fun: Function of any pytrees of arrays: a loss function.
@@ -51,11 +53,9 @@ def checkpoint_segments(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fun)
     def segmented(*args, **kwargs):
-        of_arrays, arrays_of = _jaxprs.of_arrays(fun, args, kwargs)
-        arrays = arrays_of(args, kwargs)
-        jaxpr, out = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
+        jaxpr, arrays, result = _jaxprs.traced(fun, args, kwargs)
         inlined = jax.make_jaxpr(functools.partial(_jaxprs.evaluate, jaxpr, rule=_inline))(*arrays)
-        return jax.tree.unflatten(jax.tree.structure(out), _in_segments(inlined, arrays))
+        return result(_in_segments(inlined, arrays))
 
     return segmented
 
@@ -69,54 +69,44 @@ def _inline(equation, *inputs):
 
 def _in_segments(jaxpr, arrays):
     """Evaluate a jaxpr, each segment of it but the last under `jax.checkpoint`."""
-    segments = _cut(jaxpr)
+    last_read = {v: i for i, e in enumerate(jaxpr.eqns) for v in _jaxprs.variables(e.invars)}
+    returned = set(_jaxprs.variables(jaxpr.outvars))
     values = _jaxprs.initial_values(jaxpr, arrays)
-    for i, segment in enumerate(segments):
-        reads = dict.fromkeys(v for equation in segment for v in _jaxprs.variables(equation.invars))
+    for start, end in itertools.pairwise(_cuts(jaxpr, last_read)):
+        segment = jaxpr.eqns[start:end]
+        reads = dict.fromkeys(v for e in segment for v in _jaxprs.variables(e.invars))
         inputs = [v for v in reads if v in values]
-        later = {
-            v
-            for s in segments[i + 1 :]
-            for equation in s
-            for v in _jaxprs.variables(equation.invars)
-        }
-        later |= set(_jaxprs.variables(jaxpr.outvars))
-        outputs = [v for equation in segment for v in equation.outvars if v in later]
+        is_kept = lambda v, end=end: last_read.get(v, -1) >= end or v in returned
+        outputs = [v for e in segment for v in e.outvars if is_kept(v)]
 
         def run(*xs, segment=segment, inputs=inputs, outputs=outputs):
             inside = dict(zip(inputs, xs, strict=True))
             _jaxprs.run(segment, inside, _jaxprs.bind)
             return [inside[v] for v in outputs]
 
-        is_last = i + 1 == len(segments)  # recomputing what was just computed saves nothing
+        is_last = end == len(jaxpr.eqns)  # recomputing what was just computed saves nothing
         run = run if is_last else jax.checkpoint(run)
         values |= zip(outputs, run(*(values[v] for v in inputs)), strict=True)
     return _jaxprs.results(jaxpr, values)
 
 
-def _cut(jaxpr):
-    """The equations in segments."""
-    equations = jaxpr.eqns
+def _cuts(jaxpr, last_read):
+    """Where segments begin, by the number of the equation, and where the last one ends."""
     products = sum(e.primitive in _PRODUCTS for e in _jaxprs.equations(jaxpr))
     num = max(1, round(math.sqrt(products)))
-    last_read = {v: i for i, e in enumerate(equations) for v in _jaxprs.variables(e.invars)}
-    crossing, alive = [0] * (len(equations) + 1), 0  # bytes to keep for a cut before equation i
-    leaves = [0] * (len(equations) + 1)
-    made = [0]
-    for i, equation in enumerate(equations):
+    made, alive = [0], [0]  # bytes made before each equation, and those that are read after it
+    freed = collections.Counter()  # bytes, by the equation that reads them last
+    for i, equation in enumerate(jaxpr.eqns):
         sizes = {v: _bytes(v.aval) for v in equation.outvars}
-        made.append(made[-1] + sum(sizes.values()))
         for v, size in sizes.items():
-            if v in last_read:
-                alive += size
-                leaves[last_read[v]] += size
-        alive -= leaves[i]
-        crossing[i + 1] = alive
+            freed[last_read.get(v, i)] += size
+        made.append(made[-1] + sum(sizes.values()))
+        alive.append(alive[-1] + sum(sizes.values()) - freed[i])
     cuts = [0]
     for j in range(1, num):
         near = [i for i, m in enumerate(made) if abs(m * num / made[-1] - j) < 0.5 and i > cuts[-1]]
-        cuts += [min(near, key=crossing.__getitem__)] if near else []
-    return [equations[a:b] for a, b in itertools.pairwise([*cuts, len(equations)])]
+        cuts += [min(near, key=alive.__getitem__)] if near else []
+    return [*cuts, len(jaxpr.eqns)]
 
 
 def _bytes(aval):
