@@ -1,4 +1,4 @@
-"""The tables of memory_table.py: its rows, and beside them what documents claim."""
+"""The tables of memory_table.py: its rows, and beside them what articles claim."""
 
 import collections
 import math
@@ -6,15 +6,15 @@ import statistics
 
 BIG, CALL, CALLS = "the big batch", "4 micro-batches in one call", "4 micro-batches in four calls"
 CLAIMS = """\
-| | documents | ours | why they differ |
+| | articles | ours | why they differ |
 |---|---|---|---|
-| ResNet-50, batch 256 | 10.8 GB | {big:.3g} GB | in float32 the convolutions' results alone are \
-11.4 GB, so theirs is 16 bits or recomputes; a CPU's program keeps three such arrays: the result, \
-that less its mean, and the next one's input |
+| ResNet-50, batch 256 | 10.8 GB | {big:.3g} GB | theirs is a card's, ours is compiled for a CPU: \
+the convolutions' results alone are 11.4 GB in float32, and it keeps three such (the result, \
+that less its mean, the next one's input) |
 | in 4 x 64 | 3.1 GB | {parts:.3g} GB | the same |
 | the one of the other | 3.5 x | {less:.1f} x | activations are a fourth; all else stays |
 | both with `jax.checkpoint` | | {big_checkpoint:.3g} and {parts_checkpoint:.3g} GB | each block's \
-input is kept, and one block |
+input is kept, and one block; that it meets the first two rows is chance |
 | an epoch in 4 x 64 | 3.2 to 3.5 h, +9 % | {call:+.0%} in one call, {calls:+.0%} in four | ours: \
 an update with GroupNorm, on a CPU, of fewer and smaller images |
 | accuracy | 76.2 against 75.9 % | not measured | ImageNet takes a card; the README has CIFAR-10 |
@@ -46,7 +46,7 @@ def ratios(row):
 
 
 def claims_table(rows):
-    """The documents' figures and ours; nan is still to be measured."""
+    """The articles' figures and ours; nan is still to be measured."""
     missing = lambda found: collections.defaultdict(lambda: math.nan, found)
     peak = missing({name: row["peak"] / 1e9 for name, row in of_steps(rows).items()})
     of_arms = {a: time - 1 for row in rows if "ms" in row for a, (time, _) in ratios(row).items()}

@@ -9,11 +9,11 @@ from memory_claims import CALL, CALLS, of_steps, ratios
 
 NORMS = {"resnet50-batch": "BatchNorm, ", "resnet50-group": "GroupNorm, ", "bert-base": ""}
 SPLITS = {"1x256": ("tab:red", "batch 256", 10.8), "4x64": ("tab:blue", "4 x 64", 3.1)}
-SLOWER = {"checkpoint": (1.3, 1.3), CALL: (1.1, 1.15), CALLS: (1.1, 1.15)}  # in documents
+SLOWER = {"checkpoint": (1.3, 1.3), CALL: (1.1, 1.15), CALLS: (1.1, 1.15)}  # in articles
 
 
 def draw(rows, path):
-    """Peaks by configuration, and times, beside what documents give."""
+    """Peaks by configuration, and times, beside what articles give."""
     figure, (resnet, bert, timed) = plt.subplots(
         1, 3, figsize=(16, 6), width_ratios=(4, 3, 3), layout="constrained"
     )
@@ -28,11 +28,11 @@ def draw(rows, path):
             of_resnet.setdefault(label, {})[split] = row["peak"] / 1e9
     for i, (split, (colour, label, theirs)) in enumerate(SPLITS.items()):
         peaks = [of_split.get(split, 0) for of_split in of_resnet.values()]
-        resnet.axvline(theirs, color=colour, linestyle="--", label=f"documents: {theirs} GB")
+        resnet.axvline(theirs, color=colour, linestyle="--", label=f"articles: {theirs} GB")
         _bars(resnet, [j + 0.4 * i - 0.2 for j in range(len(peaks))], peaks, 0.4, colour, label)
     _finish(resnet, of_resnet, "ResNet-50, 224 x 224: peak, GB")
 
-    bert.axvline(11, color="black", linestyle="--", label="documents: a card of 11 GB")
+    bert.axvline(11, color="black", linestyle="--", label="articles: a card of 11 GB")
     _bars(bert, range(len(of_bert)), of_bert.values(), 0.6, "tab:green", "ours, on each device")
     _finish(bert, of_bert, "BERT-base, 512 tokens: peak, GB")
 
@@ -42,7 +42,7 @@ def draw(rows, path):
     for i, arm in enumerate(arms):
         if arm in SLOWER:
             timed.plot(SLOWER[arm], (i, i), "|-k", markersize=30)
-    timed.plot([], [], "|-k", label="documents")
+    timed.plot([], [], "|-k", label="articles")
     _finish(timed, [arm.replace(" in ", "\nin ") for arm in arms], "ResNet-50: time of an update")
     figure.savefig(path, dpi=100)
     plt.close(figure)

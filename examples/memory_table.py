@@ -1,7 +1,7 @@
-"""What accumulation, `jax.checkpoint` and 16 bits save, beside the figures that documents give.
+"""What accumulation, `jax.checkpoint` and 16 bits save, beside the figures that articles give.
 
     python examples/memory_table.py
-        23 steps are compiled, and none is run, so any machine will do: half an hour on two CPU
+        23 steps are compiled, and none is run, so any machine will do: ten minutes on two CPU
         cores. Finished cells are kept: run it again to go on. ResNet-50 takes 34 GB whole and 9 GB
         in 4 x 64, with checkpoints 11 GB whole; BERT-base at batch 8 takes 9.2 GB, with them 2.3
 

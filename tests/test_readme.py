@@ -11,6 +11,7 @@ import pytest
 
 import batchnorm_vs_groupnorm
 import laws
+import memory_claims
 import optax_accum
 from optax_accum import accumulate, chain
 
@@ -29,7 +30,7 @@ def test_the_snippets_run_one_after_the_other():
 
 
 def test_the_readme_is_short_and_names_every_file_of_the_package():
-    assert len(README.splitlines()) <= 480
+    assert len(README.splitlines()) <= 520
     for file in (ROOT / "optax_accum").glob("_[a-z]*.py"):
         assert f"`optax_accum/{file.name}`" in README
 
@@ -67,6 +68,13 @@ def test_the_table_of_norms_is_that_of_the_committed_results():
     assert batchnorm_vs_groupnorm.table(rows).split("\n\n")[0] in README
     errors = batchnorm_vs_groupnorm.mean_errors(rows)
     assert max(errors["batch", 64][0], errors["group", 64][0]) < 45  # or they learned too little
+
+
+def test_the_tables_of_memory_are_those_of_the_committed_results():
+    rows = json.loads((RESULTS / "memory_table.json").read_text())
+    assert memory_claims.claims_table(rows).strip() in README
+    (plan,) = [row["table"] for row in rows if "table" in row]
+    assert plan in README
 
 
 def test_adam_hides_a_loss_divided_by_k_and_sgd_does_not():
