@@ -1,5 +1,6 @@
 """Trace-time checks of batches, of loss functions and of what they are called with."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -116,8 +117,8 @@ def check_count(name: str, value: Any) -> None:
 
 def argument_numbers(
     argnums: Any, batch_argnums: Any, rng_argnums: Any, carry_argnum: Any
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The numbers of the batch and key arguments; each argument may have one role."""
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """The numbers of the arguments with a role; each may have one."""
     given = {
         "argnums": argnums,
         "batch_argnums": batch_argnums,
@@ -127,8 +128,8 @@ def argument_numbers(
     roles: dict[Any, str] = {}
     numbers = {}
     for name, value in given.items():
-        is_many = isinstance(value, tuple | list) and name != "carry_argnum"
-        numbers[name] = tuple(value) if is_many or value == () else (value,)
+        is_many = isinstance(value, tuple | list) and (name != "carry_argnum" or not value)
+        numbers[name] = tuple(value) if is_many else (value,)
         for number in numbers[name]:
             is_int = isinstance(number, int | np.integer) and not isinstance(number, bool)
             if not is_int or number < 0:
@@ -145,7 +146,7 @@ def argument_numbers(
             f"argnums and batch_argnums must name an argument, got {argnums!r} and"
             f" {batch_argnums!r}."
         )
-    return numbers["batch_argnums"], numbers["rng_argnums"]
+    return numbers["argnums"], numbers["batch_argnums"], numbers["rng_argnums"]
 
 
 def check_keys_follow(rng_at: tuple[int, ...]) -> None:
@@ -185,9 +186,55 @@ def check_enough_examples(num_microbatches: int, size: int) -> None:
         )
 
 
+def check_shares(num_microbatches: int, batch: Any) -> None:
+    """Require micro-batches that each device has an equal part of, where types shard the batch."""
+    for path, leaf in tree_flatten_with_path(batch)[0]:
+        share = examples_on_each_device(leaf)
+        if share and share % num_microbatches:
+            raise ValueError(
+                f"num_microbatches must divide the examples that each device has, {share} here, of"
+                f" a batch that is sharded over explicit axes of a mesh (batch{keystr(path)}); got"
+                f" {num_microbatches}."
+            )
+
+
+def examples_on_each_device(x: Any) -> int | None:
+    """How many of an array's rows a device has, where its type says that they are sharded."""
+    sharding = jax.typeof(x).sharding
+    rows = sharding.spec[0] if len(sharding.spec) else None
+    if rows is None:
+        return None
+    return len(x) // math.prod(sharding.mesh.shape[name] for name in axis_names(rows))
+
+
+def check_key(number: int, key: Any) -> None:
+    """Require one PRNG key, new or old."""
+    dtype = getattr(key, "dtype", None)
+    is_new = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    is_old = dtype == jnp.uint32 and jnp.ndim(key) == 1
+    if not is_old and not (is_new and not jnp.ndim(key)):
+        raise ValueError(f"argument {number} must be one PRNG key, got {_shapes(key)}.")
+
+
+def check_arrays(name: str, tree: Any) -> None:
+    """Require arrays and numbers."""
+    for path, leaf in tree_flatten_with_path(tree)[0]:
+        if not is_arraylike(leaf):
+            raise ValueError(
+                f"{name} must hold arrays and numbers; {name}{keystr(path)} is {leaf!r}."
+            )
+
+
 def check_aux(aux: Any, size: int) -> None:
     """Require scalars, which have a mean, and arrays with a row for each example."""
     for path, leaf in tree_flatten_with_path(aux)[0]:
+        kinds = (jnp.number, jnp.bool_)
+        has_mean = any(jnp.issubdtype(dtype_of(leaf), kind) for kind in kinds)
+        if not jnp.ndim(leaf) and not has_mean:
+            raise ValueError(
+                "aux must hold scalars, which have a mean, and arrays with the example axis first;"
+                f" aux{keystr(path)} is {leaf!r}."
+            )
         if jnp.ndim(leaf) and len(leaf) != size:
             raise ValueError(
                 "aux must hold scalars, and arrays with the example axis first;"
@@ -211,6 +258,11 @@ def check_shared_params(params: Any, axis_name: Any) -> None:
 
 def check_representations(representations: Any, size: int) -> None:
     """Require a row for each example."""
+    if not jax.tree.leaves(representations):
+        raise ValueError(
+            "encode_fn must return arrays with a row for each example; got the empty"
+            f" {representations!r}."
+        )
     for path, leaf in tree_flatten_with_path(representations)[0]:
         if jnp.ndim(leaf) < 1 or len(leaf) != size:
             raise ValueError(

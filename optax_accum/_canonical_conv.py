@@ -22,8 +22,9 @@ def canonical_convolutions(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Let `fun` do its convolutions in the layout that stays fast inside a loop on CPU.
 
     Each `lax.conv_general_dilated` is done with channels last, N spatial C times spatial I O, and
-    transpositions around it; on other platforms than CPU it is done as it is. All else stays: the
-    same values to rounding, the same control flow, `jax.checkpoint` and custom derivatives.
+    transpositions around it; on other platforms than CPU it is done as it is, and so within a
+    `jax.shard_map` inside `fun`: put this inside of that. All else stays: the same values to
+    rounding, the same control flow, `jax.checkpoint` and custom derivatives.
 
     Put it around the gradient, whose convolutions are others than those of the function:
     `canonical_convolutions(jax.grad(loss_fn))`, and that into `lax.scan`.
@@ -67,6 +68,8 @@ def _fast_where_slow(equation: Any, *inputs: Any) -> list[Any]:
     """An equation's results, its convolutions in the fast layout."""
     if _is_slow(equation):
         return [_convolve(*inputs, **equation.params)]
+    if equation.primitive.name == "shard_map":  # its body means nothing outside of its mesh
+        return _jaxprs.bind(equation, *inputs)
     params = {name: _rewritten(value) for name, value in equation.params.items()}
     return _jaxprs.bind(equation, *inputs, **params)
 
@@ -74,7 +77,10 @@ def _fast_where_slow(equation: Any, *inputs: Any) -> list[Any]:
 def _rewritten(value: Any) -> Any:
     """A parameter of an equation, with the convolutions in it rewritten."""
     if isinstance(value, tuple | list):
-        return type(value)(map(_rewritten, value)) if any(map(_jaxprs.is_jaxpr, value)) else value
+        if not any(map(_jaxprs.is_jaxpr, value)):
+            return value
+        new = map(_rewritten, value)
+        return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
     if not _jaxprs.is_jaxpr(value) or not any(map(_is_slow, _jaxprs.equations(value))):
         return value
     new = jax.make_jaxpr(_evaluated(value))(*(v.aval for v in value.invars))

@@ -102,9 +102,9 @@ def _cuts(jaxpr, last_read):
             freed[last_read.get(v, i)] += size
         made.append(made[-1] + sum(sizes.values()))
         alive.append(alive[-1] + sum(sizes.values()) - freed[i])
-    cuts = [0]
+    cuts, total = [0], max(made[-1], 1)
     for j in range(1, num):
-        near = [i for i, m in enumerate(made) if abs(m * num / made[-1] - j) < 0.5 and i > cuts[-1]]
+        near = [i for i, m in enumerate(made) if abs(m * num / total - j) < 0.5 and i > cuts[-1]]
         cuts += [min(near, key=alive.__getitem__)] if near else []
     return [*cuts, len(jaxpr.eqns)]
 

@@ -44,7 +44,8 @@ def contrastive_value_and_grad(
       A function `(params, batch[, rng]) -> (loss, gradients)`, of arguments by position. Inside
       `jax.shard_map` let `loss_fn` gather the representations, `lax.all_gather(r, axis,
       tiled=True)`, and return `lax.pmean(loss, axis)`; call the function with `varying(params,
-      axis)`, and sum the gradients, `lax.psum(gradients, axis)`.
+      axis)`, and sum the gradients, `lax.psum(gradients, axis)`. Without checked types, under
+      `pmap` too, they come N times too large from N devices: take `lax.pmean(gradients, axis)`.
 
     Raises:
       ValueError: An argument breaks its rule.
@@ -69,7 +70,7 @@ def contrastive_value_and_grad(
     _validation.check_function("encode_fn", encode_fn)
     _validation.check_function("loss_fn", loss_fn)
     _call_validation.check_count("num_microbatches", num_microbatches)
-    _, rng_at = _call_validation.argument_numbers(0, 1, rng_argnums, None)
+    _, _, rng_at = _call_validation.argument_numbers(0, 1, rng_argnums, None)
     _call_validation.check_keys_follow(rng_at)
     num = int(num_microbatches)
     encode = canonical_convolutions(encode_fn) if num > 1 else encode_fn

@@ -29,6 +29,7 @@ class LossFunction(NamedTuple):
                 carry, aux = _call_validation.pair("what loss_fn returns beside the loss", beside)
             else:
                 carry, aux = (beside, None) if has_carry else (None, beside)
+        _call_validation.check_arrays("aux", aux)
         return _call_validation.loss(value), (carry, aux)
 
     def value_and_grad(self, *args):

@@ -13,6 +13,7 @@ from optax_accum._axis import varying_as
 from optax_accum._canonical_conv import canonical_convolutions
 from optax_accum._loss_function import LossFunction
 from optax_accum._window import (
+    dtype_like,
     factors,
     gathered,
     is_counted,
@@ -70,7 +71,8 @@ def microbatch_value_and_grad(
       A function of the arguments of `loss_fn`, by position, that returns `(value, gradients)` as
       `jax.value_and_grad(loss_fn, argnums, has_aux)` does; `value` is what `loss_fn` returns.
       Inside `jax.shard_map` nothing is reduced: differentiate with respect to `varying(params,
-      axis)` and reduce the result once, or hand it to `accumulate(k, axis_name=axis)`.
+      axis)` and reduce the result once, or hand it to `accumulate(k, axis_name=axis)`; a carry
+      that each device changes in its own way must come in as `varying(carry, axis)`.
 
     Raises:
       ValueError: An argument breaks its rule; here, or while the function is traced.
@@ -93,7 +95,7 @@ def microbatch_value_and_grad(
     _validation.check_callable("weight_fn", weight_fn)
     _validation.check_choice("normalize", normalize, ("mean", "sum", "ratio"))
     _validation.check_accumulator_dtype(accumulator_dtype)
-    batch_at, rng_at = _call_validation.argument_numbers(
+    grad_at, batch_at, rng_at = _call_validation.argument_numbers(
         argnums, batch_argnums, rng_argnums, carry_argnum
     )
     one = LossFunction(loss_fn, argnums, has_aux, carry_argnum, "carry")
@@ -102,10 +104,16 @@ def microbatch_value_and_grad(
     is_over_examples = weight_fn is None and normalize == "mean"
 
     def microbatched(*args):
-        _call_validation.check_has_arguments(args, (*batch_at, *rng_at), carry_argnum)
+        _call_validation.check_has_arguments(args, (*grad_at, *batch_at, *rng_at), carry_argnum)
+        _validation.check_enabled("accumulator_dtype", accumulator_dtype)
+        for i in grad_at:
+            _validation.check_inexact(args[i], f"argument {i}")
+        for i in rng_at:
+            _call_validation.check_key(i, args[i])
         batch = [jax.tree.map(jnp.asarray, args[i]) for i in batch_at]
         size = _call_validation.check_batch(batch)
         _call_validation.check_enough_examples(num, size)
+        _call_validation.check_shares(num, batch)
         if num == 1 and is_over_examples:
             loss, (carry, aux), gradients = run(*args)
             return one.value(loss, carry, _join_aux(*_divide_aux(aux, size))), gradients
@@ -133,11 +141,14 @@ def microbatch_value_and_grad(
                 weight = part_size / size if is_over_examples else part_size
             return weight, (loss, scalars, gradients), (carry, rows)
 
-        _, like, _ = jax.eval_shape(lambda carry: micro_batch(0, carry, is_larger=False), carry)
+        weight_like, like, _ = jax.eval_shape(
+            lambda carry: micro_batch(0, carry, is_larger=False), carry
+        )
         sum_dtypes = jax.tree.map(lambda g: sum_dtype_of(g, accumulator_dtype), like[2])
-        wide = weight_dtype_of(sum_dtypes)
-        dtypes = (*jax.tree.map(lambda _: wide, like[:2]), sum_dtypes)
-        zero = lambda x, dtype: varying_as(x, jnp.zeros(x.shape, dtype))
+        wide = weight_dtype_of((sum_dtypes, jax.tree.map(lambda x: x.dtype, like[:2])))
+        dtypes = (*jax.tree.map(lambda x: dtype_like(wide, x), like[:2]), sum_dtypes)
+        # The sharding is that of the type, where a mesh has explicit axes; else there is none.
+        zero = lambda x, dtype: varying_as(x, jnp.zeros(x.shape, dtype, device=x.sharding))
         zeros = jax.tree.map(zero, like, dtypes)
 
         def gather(state, i, is_larger):
@@ -152,7 +163,7 @@ def microbatch_value_and_grad(
                 new_carry = jax.tree.map(keep, new_carry, carry)
             return (add(window_weight, weight, 1), total, new_carry), rows
 
-        state, all_rows = (jnp.zeros([], wide), zeros, carry), []
+        state, all_rows = (zero(weight_like, wide), zeros, carry), []
         for numbers, is_larger in by_size(size, num):
             body = functools.partial(gather, is_larger=is_larger)
             state, rows = lax.scan(body, state, numbers)
@@ -199,7 +210,7 @@ def part_of(x, i, num, is_larger):
 def in_order(*parts):
     """The rows of all micro-batches, stacked by size, as they lay in the batch."""
     if len(parts) == 1:
-        return parts[0].swapaxes(0, 1).reshape(-1, *parts[0].shape[2:])
+        return lax.collapse(parts[0].swapaxes(0, 1), 0, 2)
     larger, smaller = parts
     return jnp.concatenate([in_order(jnp.concatenate([larger[:, :-1], smaller])), larger[:, -1]])
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_accum import _call_validation, _validation
 from optax_accum._checkpoint_segments import checkpoint_segments
@@ -95,11 +95,13 @@ def plan_microbatches(
       batch: The whole batch, the same way; the example axis comes first.
       memory_budget: Bytes; or, up to 1, a fraction of what JAX may allocate on the device, where
         that is reported (three quarters of a card by default; not on CPU).
-      tx: The optimizer. Default: none, so that the step is loss and gradient alone.
+      tx: The optimizer; of extra args it is given `value`, the loss (so not `optax.lbfgs` with a
+        line search). Default: none, so that the step is loss and gradient alone.
 
     Returns:
       The plan. `num_microbatches`, `microbatch_size` and `fits` are of `loss_fn` as it is: the
-      smallest k that fits, else the k of the lowest peak. `advice` says in words what fits, in
+      smallest k that fits, else the one of the lowest peak (where the arguments alone are too
+      large, the largest). `advice` says in words what fits, in
       which way; that the batch fits whole, or could be larger; or what comes nearest.
 
     Raises:
@@ -134,14 +136,17 @@ def plan_microbatches(
     argument_bytes = _bytes(params), _bytes(opt_state), _bytes(batch)
 
     def compiled(method, k):
-        sums = _bytes(jax.tree.map(_sum_of, params)) if k > 1 else 0
         beside = _beside_arguments(_METHODS[method](loss_fn), k, tx, params, opt_state, batch)
+        sums = _bytes(jax.tree.map(_sum_of, params)) if k > 1 else 0
+        sums = min(sums, beside)  # XLA drops the sum of what has no gradient
         fits = sum(argument_bytes) + beside <= budget
         return PlanRow(method, k, size // k, *argument_bytes, sums, beside - sums, fits)
 
-    divisors = [k for k in range(1, size + 1) if not size % k]
+    shares = map(_call_validation.examples_on_each_device, jax.tree.leaves(batch))
+    size_of_all = math.gcd(size, *filter(None, shares))
+    divisors = [k for k in range(1, size_of_all + 1) if not size_of_all % k]
     if sum(argument_bytes) > budget:  # then no k fits, and the largest is the nearest
-        divisors = [size]
+        divisors = divisors[-1:]
     plain = _take_through(lambda row: row.fits, (compiled("as it is", k) for k in divisors))
     chosen = plain[-1] if plain[-1].fits else min(plain, key=lambda row: row.peak)
     fewer = [k for k in divisors if k < chosen.num_microbatches or not chosen.fits]
@@ -254,7 +259,9 @@ def _sum_of(param):
 
 
 def _like(param, shape, dtype):
-    sharding = param.sharding if shape == param.shape else None
+    sharding = param.sharding
+    if sharding is not None and shape != param.shape:
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 

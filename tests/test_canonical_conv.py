@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings, strategies as st
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
 
 from optax_accum import canonical_convolutions, microbatch_value_and_grad
 
@@ -141,6 +142,23 @@ def test_control_flow_checkpoint_and_custom_derivatives_keep_their_meaning():
     chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-6)
     outside = jax.jit(jax.value_and_grad(canonical_convolutions(nested)))(KERNELS, IMAGES)
     chex.assert_trees_all_close(outside, want, rtol=1e-4, atol=1e-6)
+
+
+def test_what_is_inside_a_linear_solve_or_a_shard_map_keeps_its_meaning():
+    kernel = KERNELS[1][..., :4]
+    conv = lambda x: lax.conv_general_dilated(
+        x, kernel / 9, (1, 1), "SAME", dimension_numbers=("NCHW", "HWIO", "NCHW")
+    )
+    images = jnp.asarray(RNG.normal(size=(8, 4, 5, 5)), jnp.float32)
+    matvec = lambda x: x + 0.1 * conv(x)
+    solve = lambda matvec, b: lax.fori_loop(0, 20, lambda _, x: b - (matvec(x) - x), b)
+    solved = lambda b: lax.custom_linear_solve(matvec, b, solve, transpose_solve=solve)
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+    mapped = jax.shard_map(conv, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    for fun in (solved, mapped):
+        gradient = jax.grad(lambda x, fun=fun: jnp.sum(fun(x) ** 2))
+        got = jax.jit(canonical_convolutions(gradient))(images)
+        chex.assert_trees_all_close(got, jax.jit(gradient)(images), rtol=1e-4, atol=1e-5)
 
 
 def test_the_recomputation_of_a_checkpoint_survives():

@@ -64,5 +64,7 @@ def test_segments_take_less_memory():
 def test_a_function_without_products_is_left_whole():
     fun = checkpoint_segments(lambda tree, scale: {"s": tree["x"].sum() * scale, "n": None})
     assert fun({"x": jnp.arange(3.0)}, 2.0) == {"s": 6.0, "n": None}
+    empty = checkpoint_segments(lambda w, x: x @ w @ w @ w @ w)
+    assert empty(jnp.eye(3), jnp.ones((0, 3))).shape == (0, 3)
     with pytest.raises(ValueError, match="fun must be a function, got 1"):
         checkpoint_segments(1)

@@ -164,6 +164,10 @@ def test_memory_is_that_of_a_micro_batch():
             r"encode_fn must return arrays with a row for each example; .*of 12.*shape \(\)",
         ),
         (
+            lambda: contrastive_value_and_grad(lambda p, x: {}, info_nce, 2)(PARAMS, X),
+            "encode_fn must return arrays with a row for each example; got the empty {}",
+        ),
+        (
             lambda: contrastive_value_and_grad(encode, lambda p, r: r["text"], 2)(PARAMS, X),
             r"loss_fn's loss must be a real floating scalar, got float32\[24, 4\]",
         ),

@@ -127,6 +127,20 @@ def test_aux_scalars_are_means_and_rows_keep_the_order_of_the_batch(num):
     assert aux["none"] is None
 
 
+def test_aux_may_be_complex_and_empty_and_wider_than_the_parameters():
+    def with_aux(params, x):
+        return loss_fn(params, x), {"z": x.mean() * (1 + 2j), "empty": x[:, :0]}
+
+    for num in (1, 4, 5):
+        (_, aux), _ = microbatch_value_and_grad(with_aux, num, has_aux=True)(PARAMS, X)
+        assert_close(aux, {"z": X.mean() * (1 + 2j), "empty": X[:, :0]})
+    with jax.enable_x64(True):
+        x = jnp.asarray(RNG.normal(size=(25, 4)))
+        loss, _ = microbatch_value_and_grad(loss_fn, 5)(PARAMS, x)
+        chex.assert_type(loss, jnp.float64)
+        np.testing.assert_allclose(loss, loss_fn(PARAMS, x), rtol=1e-13)
+
+
 def test_each_micro_batch_has_a_key_of_its_own():
     def noisy(params, x, key):
         return loss_fn(params, x), jnp.tile(jax.random.key_data(key), (len(x), 1))
@@ -229,6 +243,41 @@ def test_a_batch_that_is_split_over_devices_is_not_moved():
     assert_close(compiled(params, x), jax.value_and_grad(loss_fn)(PARAMS, X))
 
 
+def test_inside_shard_map_a_weight_may_be_that_of_the_device():
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+    weight_fn = lambda x: (x[:, 0] > 0).sum()
+    masked = lambda params, x: (losses(params, x) * (x[:, 0] > 0)).sum() / weight_fn(x).clip(1)
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+    def run(params, x):
+        fn = microbatch_value_and_grad(masked, 3, weight_fn=weight_fn)
+        return jax.tree.map(lambda x: x[None], fn(varying(params, "data"), x))
+
+    x = jnp.tile(X, (2, 1))
+    each = [jax.value_and_grad(masked)(PARAMS, part) for part in x.reshape(8, 6, 4)]
+    assert_close(run(PARAMS, x), jax.tree.map(lambda *xs: jnp.stack(xs), *each))
+
+
+def test_on_an_explicit_mesh_sums_are_sharded_as_the_parameters_and_the_split_is_checked():
+    mesh = jax.make_mesh((8,), ("data",))
+    params = {"w": jnp.ones((4, 16)) / 3, "b": jnp.ones(16)}
+    x = jnp.tile(X, (2, 1))
+    want = jax.value_and_grad(loss_fn)(params, x)
+    with jax.set_mesh(mesh):
+        put = lambda spec: lambda x: jax.device_put(x, NamedSharding(mesh, spec))
+        by_columns = {"w": put(P(None, "data"))(params["w"]), "b": put(P("data"))(params["b"])}
+        got = jax.jit(microbatch_value_and_grad(loss_fn, 4))(by_columns, x)
+        assert got[1]["w"].sharding.spec == P(None, "data")
+        assert_close(jax.device_get(got), want)
+        split = put(P("data"))(x)
+        assert_close(
+            jax.device_get(jax.jit(microbatch_value_and_grad(loss_fn, 3))(params, split)), want
+        )
+        with pytest.raises(ValueError, match=r"must divide the examples that each device has, 6"):
+            microbatch_value_and_grad(loss_fn, 4)(params, split)
+
+
 def test_inside_shard_map_it_reduces_once():
     @jax.jit
     @functools.partial(jax.shard_map, mesh=MESH, in_specs=(P(), P("data")), out_specs=P())
@@ -278,6 +327,17 @@ def test_memory_is_that_of_a_micro_batch():
         ({"rng_argnums": -1}, "rng_argnums must be the number of an argument, from 0, got -1"),
         ({"carry_argnum": 1}, "carry_argnum must name other arguments than batch_argnums"),
         ({"batch_argnums": ()}, "argnums and batch_argnums must name an argument"),
+        ({"batch_argnums": np.int64(1), "argnums": 4}, "given by position, at least 5"),
+        ({"accumulator_dtype": jnp.float64}, "accumulator_dtype=float64 needs jax_enable_x64"),
+        ({"rng_argnums": 1, "batch_argnums": 0, "argnums": 2}, "at least 3"),
+        (
+            {"has_aux": True, "loss_fn": lambda p, x: (loss_fn(p, x), {"name": "a"})},
+            r"aux must hold arrays and numbers; aux\['name'\] is 'a'",
+        ),
+        (
+            {"has_aux": True, "loss_fn": lambda p, x: (loss_fn(p, x), jax.random.key(0))},
+            "aux must hold scalars, which have a mean",
+        ),
         ({"batch_argnums": 2}, "the arguments must be given by position, at least 3"),
         ({"loss_fn": losses}, r"loss_fn's loss must be a real floating scalar, got float32\[12\]"),
         ({"loss_fn": 1}, "loss_fn must be a function, got 1"),
@@ -304,6 +364,16 @@ def test_a_wrong_argument_is_named(options, message):
 def test_a_batch_without_one_leading_axis_is_named(batch, message):
     with pytest.raises(ValueError, match=message):
         microbatch_value_and_grad(lambda p, x: 1.0, 2)(PARAMS, batch)
+
+
+@pytest.mark.parametrize("key", [3, None, jnp.ones(2), jax.random.split(jax.random.key(0), 2)])
+def test_what_is_no_key_is_named(key):
+    fn = microbatch_value_and_grad(lambda p, x, key: loss_fn(p, x), 2, rng_argnums=2)
+    with pytest.raises(ValueError, match="argument 2 must be one PRNG key, got"):
+        fn(PARAMS, X, key)
+    fn(PARAMS, X, jax.random.PRNGKey(0))
+    with pytest.raises(ValueError, match=r"argument 0 must be floating .* dtype int32"):
+        fn({"w": jnp.arange(3)}, X, jax.random.key(0))
 
 
 def test_a_carry_that_changes_is_named():

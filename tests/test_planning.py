@@ -193,6 +193,29 @@ def test_the_state_of_any_optimizer_is_sharded_as_its_parameters(name):
     assert row.opt_state == sum(x.nbytes // (8 if x.ndim else 1) for x in states)
 
 
+def test_on_an_explicit_mesh_only_what_its_devices_can_split_is_tried():
+    mesh = jax.make_mesh((8,), ("data",))
+    sharding = NamedSharding(mesh, P("data"))
+    shard = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+    loss_fn = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+    w, x = jnp.ones((32, 8)), shard(48, 32)
+    with jax.set_mesh(mesh):
+        got = plan(bytes_of((w, TX.init(w))) + 48 * 32 * 4 // 8, loss_fn, w, x)
+    ks = [row.num_microbatches for row in got.rows if row.method == "as it is"]
+    assert ks == [1, 2, 3, 6]  # of 6 examples on each device
+    assert not got.fits
+    with jax.set_mesh(mesh):
+        (row,) = plan(1e9, loss_fn, shard(32, 8), jnp.ones((48, 32)), optax.adafactor(1.0, 2)).rows
+    assert row.fits
+
+
+def test_parameters_without_a_gradient_leave_no_sum():
+    params = {**PARAMS, "frozen": jnp.ones((300, 300))}
+    rows = plan(bytes_of((params, BATCH)) + 2000, params=params, tx=optax.sgd(0.1)).rows
+    assert all(row.temporaries >= 0 for row in rows)
+    assert rows[-1].num_microbatches > 1
+
+
 def test_the_table_has_a_row_for_each_that_was_compiled():
     got = plan(whole_table().rows[3].peak)
     lines = str(got).splitlines()
