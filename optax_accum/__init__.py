@@ -11,10 +11,18 @@ from optax_accum._chain import chain as chain, flush as flush
 from optax_accum._checkpoint_segments import checkpoint_segments as checkpoint_segments
 from optax_accum._contrastive import contrastive_value_and_grad as contrastive_value_and_grad
 from optax_accum._microbatch import microbatch_value_and_grad as microbatch_value_and_grad
+from optax_accum._monitor import (
+    adaptive_every_k as adaptive_every_k,
+    window_metrics as window_metrics,
+)
 from optax_accum._planning import (
     MicrobatchPlan as MicrobatchPlan,
     PlanRow as PlanRow,
     plan_microbatches as plan_microbatches,
+)
+from optax_accum._scaling import (
+    batch_growth as batch_growth,
+    scale_hyperparams as scale_hyperparams,
 )
 from optax_accum._sharding import reshard_window as reshard_window, state_specs as state_specs
 from optax_accum._state import AccumulateState as AccumulateState, has_updated as has_updated

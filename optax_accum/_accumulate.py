@@ -2,18 +2,19 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_accum import _validation
+from optax_accum import _monitor, _validation
 from optax_accum._axis import AxisName, check_local, check_shared
 from optax_accum._chain import Accumulator, accumulator_in, chain, transformation
 from optax_accum._followers import check_followers
-from optax_accum._gate import emit_or_hold, gate
+from optax_accum._gate import after, emit_or_hold, gate
+from optax_accum._monitor import AdaptiveEveryK
 from optax_accum._state import AccumulateState, has_updated, map_own
 from optax_accum._window import (
     HandedOn,
@@ -34,7 +35,7 @@ from optax_accum._window import (
 
 
 def accumulate(
-    every_k: int | _validation.Schedule,
+    every_k: int | _validation.Schedule | AdaptiveEveryK,
     *inner: optax.GradientTransformation,
     normalize: str = "mean",
     accumulator_dtype: jax.typing.DTypeLike | None = None,
@@ -42,6 +43,7 @@ def accumulate(
     should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
     average_extra_args: Sequence[str] = (),
     axis_name: AxisName | None = None,
+    monitor: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Gather gradients over a window of micro-steps and run `inner` once, on their mean.
 
@@ -64,7 +66,8 @@ def accumulate(
 
     Args:
       every_k: Micro-steps in a window: an int of at least 1, or a schedule, a function of the
-        number of gradient steps so far (int32 scalar) whose value is rounded and at least 1.
+        number of gradient steps so far (int32 scalar) whose value is rounded and at least 1, or
+        `adaptive_every_k(...)`.
         `every_k=1` keeps no buffer and compiles to `inner` alone.
       *inner: The transformations that run once per window, chained. None: the mean itself.
       normalize: `"mean"`, S / W, for the gradient of a mean loss; `"sum"`, S; `"ratio"`,
@@ -87,6 +90,8 @@ def accumulate(
         devices share has been summed over them already, and would count N-fold. That is an error
         here; under `pmap` and with `check_vma=False` it cannot be seen, and does not happen
         unless you reduce the gradients yourself.
+      monitor: Whether to measure each window, for `window_metrics`: the gradient's norm in each
+        micro-step, all else at the boundary. `value=`, where it is passed, is the loss.
 
     Returns:
       A `GradientTransformationExtraArgs` with an `AccumulateState`. A window whose weights are all
@@ -114,16 +119,21 @@ def accumulate(
       micro-batches divided by what was gathered; Goyal et al., 2017, Accurate, Large Minibatch SGD
       (arXiv:1706.02677), remark 3, for the normalisation by the whole batch.
     """
-    _validation.check_every_k(every_k)
+    is_adaptive = isinstance(every_k, AdaptiveEveryK)
+    if not is_adaptive:
+        _validation.check_every_k(every_k)
     _validation.check_transforms("inner", inner)
     _validation.check_choice("normalize", normalize, ("mean", "sum", "ratio"))
     _validation.check_accumulator_dtype(accumulator_dtype)
     _validation.check_dtype("emit_dtype", emit_dtype)
     _validation.check_callable("should_skip_update_fn", should_skip_update_fn)
     _validation.check_axis_name(axis_name)
+    _validation.check_bool("monitor", monitor)
+    if is_adaptive:
+        _validation.check_monitored(every_k, monitor)
     _validation.check_names("average_extra_args", average_extra_args, ("weight", "flush"))
 
-    always_closes = not callable(every_k) and every_k == 1
+    always_closes = not is_adaptive and not callable(every_k) and every_k == 1
     tx = optax.with_extra_args_support(
         optax.identity() if not inner else inner[0] if len(inner) == 1 else chain(*inner)
     )
@@ -151,7 +161,10 @@ def accumulate(
             window_sum=(
                 None if always_closes else jax.tree.map(lambda p: zeros(p, sum_dtype(p)), params)
             ),
-            extras={"averages": averages} if averages else {},
+            extras={
+                **({"averages": averages} if averages else {}),
+                **(_monitor.new_extras() if monitor else {}),
+            },
             # A weakly typed leaf would turn strong in the first update, and cost a second trace.
             inner_state=jax.tree.map(strongly_typed, tx.init(params)),
         )
@@ -161,10 +174,12 @@ def accumulate(
         return step(gradients, state, params, extra_args, weight, flush)
 
     def gather(gradients, state, params, extra_args, weight, is_micro_step):
-        """S, W and the sums of averaged extra args with this micro-step, and if it was accepted."""
+        """S and what is summed beside it with this micro-step, and whether it was accepted."""
         total, window_weight = state.window_sum, state.window_weight
         averages = state.extras.get("averages", {})
+        sums = state.extras.get("monitor", {})
         _validation.check_averages(averages, averaged)
+        _validation.check_monitor(sums, monitor)
         accepted, scale = False, 1
         if is_micro_step:
             w, scale, value_scale = weights(weight, normalize, window_weight.dtype)
@@ -178,13 +193,16 @@ def accumulate(
                 for name, s in averages.items()
             }
             window_weight = add(window_weight, w, 1)
+            if monitor:
+                value = extra_args.get("value")
+                sums = _monitor.gathered(sums, gradients, w, scale, value, value_scale, accepted)
             if _is_buffered(state, gradients):
                 total = jax.tree.map(lambda s, g: add(s, g, scale), total, gradients)
         if not _is_buffered(state, gradients):
             total = jax.tree.map(lambda g: times(g, scale, sum_dtype(g)), gradients)
             if axis_name is not None:  # the other devices' sums go on
                 total = jax.tree.map(lambda s: jnp.where(accepted, s, 0), total)
-        return total, window_weight, averages, accepted
+        return total, _Beside(window_weight, averages, sums), accepted
 
     def step(gradients, state, params, extra_args, weight=None, flush=False, is_micro_step=True):
         """A micro-step, or only a flush: then the params come as gradients, for their dtypes."""
@@ -211,17 +229,20 @@ def accumulate(
         if may_flush:
             flush = _validation.scalar("flush", flush, jnp.bool_)
 
-        total, window_weight, averages, accepted = gather(
+        total, beside, accepted = gather(
             gradients, state, params, extra_args, weight, is_micro_step
         )
 
         # Does the window close, and with what? Without a buffer both may be known at trace time.
         closes = flush if buffered else True
+        k: Any = every_k
+        if isinstance(every_k, AdaptiveEveryK):
+            k = every_k.after(state.extras["metrics"])
+        elif callable(every_k):
+            k = _validation.scheduled_k(every_k(state.gradient_step))
+        micro_step = state.micro_step + is_micro_step
         if buffered and is_micro_step:
-            k: Any = every_k
-            if callable(every_k):
-                k = _validation.scheduled_k(every_k(state.gradient_step))
-            closes |= state.micro_step + 1 >= k
+            closes |= micro_step >= k
         # An accumulator inside has a window of its own to flush, even when this one is empty.
         flushes_inside = False if inside is None else flush
         # An accumulator inside takes the mean unrounded, and the gradients' dtypes with it.
@@ -232,12 +253,17 @@ def accumulate(
         # A window of one: even a subnormal stays what it is.
         is_alone = is_micro_step and not buffered and weight is None and axis_name is None
 
-        def emit(window_weight, averages, filled, total, inner_state):
+        def emit(beside, filled, total, carry):
             """Run `inner` on a whole window."""
+            inner_state, metrics = carry
+            window_weight = beside.weight
             factor, per_weight = factors(window_weight, filled, normalize)
-            means = {name: value * per_weight for name, value in averages.items()}
+            means = {name: value * per_weight for name, value in beside.averages.items()}
             if is_alone:
                 factor, means = 1, {}
+            sum_norm = _monitor.norm(total) if monitor else None
+            if monitor:
+                factor = after(sum_norm, factor)
             args = {**extra_args, **means}
             mean = jax.tree.map(lambda s, g: times(s, factor, emitted_dtype(s, g)), total, like)
             if inside is None:
@@ -257,36 +283,37 @@ def accumulate(
                     functools.partial(step_inside, flush=True, is_micro_step=False),
                     inner_state,
                 )
-            return updates, in_dtypes_of(inner_state, new_state)
+            if monitor:
+                mean_of = factor, per_weight
+                window = beside.sums, window_weight, sum_norm, mean_of, micro_step, k
+                metrics = _monitor.report(metrics, *window, updates, params)
+            return updates, (in_dtypes_of(inner_state, new_state), metrics)
 
         def reduce_and_emit(total, carry):
             """The same across devices, which alone know together if they gathered anything."""
-            inner_state, _ = carry
-            total, window_weight_, averages_ = lax.psum((total, window_weight, averages), axis_name)
-            filled = window_weight_ > 0
-            updates, _, inner_state = emit_or_hold(
+            carry, _ = carry
+            total, of_all = lax.psum((total, beside), axis_name)
+            filled = of_all.weight > 0
+            updates, _, carry = emit_or_hold(
                 filled | flushes_inside,
-                functools.partial(emit, window_weight_, averages_, filled),
+                functools.partial(emit, of_all, filled),
                 total,
-                inner_state,
+                carry,
                 buffered=False,
             )
-            return updates, (inner_state, filled)
+            return updates, (carry, filled)
 
+        carry = state.inner_state, state.extras.get("metrics", {})
         if axis_name is None:
-            filled = window_weight > 0 if buffered else accepted
+            filled = beside.weight > 0 if buffered else accepted
             updated = closes & filled
             runs = closes & (filled | flushes_inside)
-            updates, total, inner_state = emit_or_hold(
-                runs,
-                functools.partial(emit, window_weight, averages, filled),
-                total,
-                state.inner_state,
-                buffered,
+            updates, total, (inner_state, metrics) = emit_or_hold(
+                runs, functools.partial(emit, beside, filled), total, carry, buffered
             )
         else:
-            updates, total, (inner_state, updated) = emit_or_hold(
-                closes, reduce_and_emit, total, (state.inner_state, jnp.zeros([], bool)), buffered
+            updates, total, ((inner_state, metrics), updated) = emit_or_hold(
+                closes, reduce_and_emit, total, (carry, jnp.zeros([], bool)), buffered
             )
             runs = closes & (updated | flushes_inside)
         emitted = updated
@@ -294,15 +321,16 @@ def accumulate(
             emitted |= runs & has_updated(inner_state)
         # The sum needs no reopening: where no inner ran, a window that closes holds zeros.
         reopen = lambda x: jnp.where(closes, jnp.zeros_like(x), x)
+        beside = jax.tree.map(reopen, beside)
+        extras = {"averages": beside.averages, "monitor": beside.sums, "metrics": metrics}
         new_state = AccumulateState(
-            micro_step=reopen(state.micro_step + is_micro_step),
+            micro_step=reopen(micro_step),
             gradient_step=count(state.gradient_step, updated),
             emitted=jnp.asarray(emitted),
             num_skipped=count(state.num_skipped, is_micro_step & jnp.logical_not(accepted)),
-            window_weight=reopen(window_weight),
+            window_weight=beside.weight,
             window_sum=total,
-            extras=state.extras
-            | ({"averages": jax.tree.map(reopen, averages)} if averages else {}),
+            extras=state.extras | {name: value for name, value in extras.items() if value},
             inner_state=inner_state,
         )
         return updates, new_state if axis_name is None else map_own(lambda x: x[None], new_state)
@@ -315,6 +343,7 @@ def accumulate(
         emit_dtype=emit_dtype,
         should_skip_update_fn=should_skip_update_fn,
         axis_name=axis_name,
+        monitor=monitor,
     )
 
     def followed_by(*transforms):
@@ -333,8 +362,16 @@ def accumulate(
     return transformation(
         init_fn,
         update_fn,
-        Accumulator(step, followed_by, wrapped, map_inner, averaged, normalize, axis_name),
+        Accumulator(step, followed_by, wrapped, map_inner, averaged, normalize, axis_name, monitor),
     )
+
+
+class _Beside(NamedTuple):
+    """What a window sums beside S."""
+
+    weight: jax.Array  # W
+    averages: dict[str, jax.Array]
+    sums: dict[str, jax.Array]  # of its monitor
 
 
 def _is_buffered(state: AccumulateState, gradients: Any) -> bool:

@@ -19,6 +19,7 @@ class Accumulator(NamedTuple):
     averaged: frozenset[str]  # extra args that it averages
     normalize: str
     axis_name: AxisName | None
+    monitor: bool
 
 
 def accumulator_in(tx: optax.GradientTransformation) -> Accumulator | None:

@@ -78,6 +78,15 @@ def emit_or_hold(
     return gate(predicate, write_beside, hold, total, inner_state)
 
 
+def after(value: Any, x: Any) -> Any:
+    """`x`, once `value` is known, a number of at least 0.
+
+    What is read for `value` is written over later on. XLA copies it, unless what is written depends
+    on `value`.
+    """
+    return jnp.where(value < -1, jnp.zeros_like(x), x)  # never below 0: always x
+
+
 def _fits(updates: Any, total: Any) -> bool:
     """Whether the sums can hold the updates without loss, and differ between the same devices."""
     if jax.tree.structure(updates) != jax.tree.structure(total):

@@ -13,7 +13,9 @@ from jax import lax
 from optax_accum import _call_validation, _validation
 from optax_accum._axis import check_own, varying
 from optax_accum._chain import Accumulator
+from optax_accum._gate import after
 from optax_accum._loss_function import LossFunction
+from optax_accum._monitor import norm
 from optax_accum._state import AccumulateState, accumulate_states, has_updated, is_open
 
 
@@ -24,19 +26,29 @@ class _Held(NamedTuple):
     params: optax.Params
     loss: jax.Array  # [] in the dtype of W, of the window that this call closes, else NaN
     grad_norm: jax.Array  # float32 [], the same
+    applied: dict[str, jax.Array]  # float32 []: what a monitor cannot see, the update being applied
 
 
-def applying(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def applying(
+    inner: optax.GradientTransformation, monitor: bool
+) -> optax.GradientTransformationExtraArgs:
     """`inner`, which applies its updates itself: behind the gate no array is made to carry them."""
     inner = optax.with_extra_args_support(inner)
 
     def update_fn(updates, state, params=None, **extra_args):
         del params  # those that are held, for XLA to write over
         mean, held = updates, state
-        grad_norm = optax.tree.norm(jax.tree.map(_wide, mean))
+        grad_norm = norm(mean)
         updates, inner_state = inner.update(mean, held.inner_state, held.params, **extra_args)
+        applied = held.applied
+        if monitor:
+            update_norm, params_norm = norm(updates), norm(held.params)
+            updates = jax.tree.map(functools.partial(after, params_norm), updates)
+            applied = {"update_norm": update_norm, "update_ratio": update_norm / params_norm}
+            applied = {name: x.astype(jnp.float32) for name, x in applied.items()}
         new_params = optax.apply_updates(held.params, updates)
-        return (), _Held(inner_state, new_params, extra_args["value"], grad_norm)
+        loss, grad_norm = extra_args["value"], grad_norm.astype(jnp.float32)
+        return (), _Held(inner_state, new_params, loss, grad_norm, applied)
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
@@ -94,12 +106,17 @@ class MicroStep:
         """Call `update(opt_state, params=params)` with the parameters behind its gate."""
         before = accumulate_state(opt_state)
         nan = jnp.full([], jnp.nan, before.window_weight.dtype)
-        hold = lambda inner_state: _Held(inner_state, params, nan, nan.astype(jnp.float32))
+        shown = before.extras.get("metrics", {})
+        applied = {name: shown[name] for name in ("update_norm", "update_ratio") if name in shown}
+        hold = lambda inner_state: _Held(inner_state, params, nan, nan.astype(jnp.float32), applied)
         _, opt_state = update(self.accumulator.map_inner(hold, opt_state), params=params)
         is_held = lambda x: isinstance(x, _Held)
         (held,) = filter(is_held, jax.tree.leaves(opt_state, is_leaf=is_held))
         opt_state = self.accumulator.map_inner(lambda held: held.inner_state, opt_state)
 
+        if applied:
+            shown = accumulate_state(opt_state).extras["metrics"] | held.applied
+            opt_state = with_extras(opt_state, metrics=shown)
         state, emitted = accumulate_state(opt_state), has_updated(opt_state)
         metrics = {
             "loss": held.loss.astype(jnp.float32),
@@ -166,10 +183,6 @@ def with_extras(opt_state: Any, **extras: Any) -> Any:
     if type(opt_state) is tuple:
         return *opt_state[:-1], with_extras(opt_state[-1], **extras)
     return opt_state._replace(extras={**opt_state.extras, **extras})
-
-
-def _wide(x):
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _mean_over(axis_name, x):

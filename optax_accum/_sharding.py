@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from optax_accum._axis import AxisName
-from optax_accum._state import AccumulateState, map_own
+from optax_accum._state import SHARED_EXTRAS, AccumulateState, map_own
 
 
 def state_specs(opt_state: Any, axis_name: AxisName, param_specs: Any = None) -> Any:
@@ -55,6 +55,11 @@ def state_specs(opt_state: Any, axis_name: AxisName, param_specs: Any = None) ->
             micro_step=shared,
             gradient_step=shared,
             emitted=shared,
+            extras=specs.extras
+            | {
+                name: jax.tree.map(lambda _: shared, state.extras[name])
+                for name in SHARED_EXTRAS & state.extras.keys()
+            },
             inner_state=of_shared(state.inner_state),
         )
 

@@ -1,11 +1,14 @@
 """The state of an accumulator, and whether it has just updated."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+
+SHARED_EXTRAS = {"metrics"}  # the same on all devices
 
 
 class AccumulateState(NamedTuple):
@@ -17,14 +20,21 @@ class AccumulateState(NamedTuple):
     num_skipped: jax.Array  # int32 [], micro-steps rejected or without weight, since init
     window_weight: jax.Array  # W, float32 or float64 [], 0 in an empty window
     window_sum: optax.Updates | None  # S in the accumulator dtype, or None where every_k=1
-    extras: dict[str, Any]  # "averages": sums of averaged extra args; a train step's "model_state"
+    extras: dict[str, Any]  # sums of "averages" and "monitor"; "metrics"; "model_state" of a step
     inner_state: optax.OptState
 
 
 def map_own(fn: Callable[[jax.Array], jax.Array], state: AccumulateState) -> AccumulateState:
     """Apply `fn` to what each device gathers by itself, where there is an `axis_name`."""
-    own = ("num_skipped", "window_weight", "window_sum", "extras")
-    return state._replace(**{name: jax.tree.map(fn, getattr(state, name)) for name in own})
+    own = ("num_skipped", "window_weight", "window_sum")
+    apply = functools.partial(jax.tree.map, fn)
+    return state._replace(
+        **{name: apply(getattr(state, name)) for name in own},
+        extras={
+            name: value if name in SHARED_EXTRAS else apply(value)
+            for name, value in state.extras.items()
+        },
+    )
 
 
 def has_updated(opt_state: optax.OptState) -> jax.Array:

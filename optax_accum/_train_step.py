@@ -108,7 +108,7 @@ def make_train_step(
     )
     _call_validation.check_averages_of_step(accumulator.averaged)
     _call_validation.check_mesh(mesh, accumulator.axis_name)
-    tx = accumulator.wrapped(applying, ("value",))
+    tx = accumulator.wrapped(functools.partial(applying, monitor=accumulator.monitor), ("value",))
     accumulator = accumulator_in(tx)
     assert accumulator is not None
     loss = LossFunction(loss_fn, 0, has_aux, 1 if model_state else None, "model_state")

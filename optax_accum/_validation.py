@@ -160,6 +160,28 @@ def skip_decision(result: Any) -> jax.Array:
     return scalar("should_skip_update_fn's first value", result[0], jnp.bool_)
 
 
+def check_bool(name: str, value: Any) -> None:
+    """Require True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}.")
+
+
+def check_monitored(every_k: Any, monitor: bool) -> None:
+    """Require a monitor for an `every_k` that follows it."""
+    if not monitor:
+        raise ValueError(
+            f"every_k={every_k!r} follows what monitor=True measures; got monitor={monitor!r}."
+        )
+
+
+def check_monitor(sums: dict[str, Any], monitor: bool) -> None:
+    """Require a state that was made with a monitor, or without."""
+    if bool(sums) != monitor:
+        raise ValueError(
+            f"monitor must be that with which the state was made, {bool(sums)}; got {monitor}."
+        )
+
+
 def check_averages(averages: dict[str, Any], names: Iterable[str]) -> None:
     """Require a state that was made for the same averaged extra args."""
     if set(averages) != set(names):

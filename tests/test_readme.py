@@ -30,7 +30,7 @@ def test_the_snippets_run_one_after_the_other():
 
 
 def test_the_readme_is_short_and_names_every_file_of_the_package():
-    assert len(README.splitlines()) <= 520
+    assert len(README.splitlines()) <= 540
     for file in (ROOT / "optax_accum").glob("_[a-z]*.py"):
         assert f"`optax_accum/{file.name}`" in README
 
