@@ -2,7 +2,7 @@
 
     python examples/contrastive.py
         nine cells of 200,000 images: half an hour on two CPU cores; finished cells are kept: run it
-        again to go on
+        again to go on. 57.6, 57.6 and 52.7 % for the three arms
 
 A small network learns to tell which two views (random crop, mirror image, colours) are of one
 image, by a symmetric InfoNCE loss with a learned temperature (van den Oord et al., 2018,

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import batchnorm_vs_groupnorm
+import contrastive
 import laws
 import memory_claims
 import optax_accum
@@ -75,6 +76,12 @@ def test_the_tables_of_memory_are_those_of_the_committed_results():
     assert memory_claims.claims_table(rows).strip() in README
     (plan,) = [row["table"] for row in rows if "table" in row]
     assert plan in README
+
+
+def test_the_table_of_contrastive_learning_is_that_of_the_committed_results():
+    rows = json.loads((RESULTS / "contrastive.json").read_text())
+    assert contrastive.table(rows) in EXAMPLES
+    assert {row["seed"] for row in rows if row["arm"] == contrastive.BIG} == {0, 1, 2}
 
 
 def test_adam_hides_a_loss_divided_by_k_and_sgd_does_not():
