@@ -56,12 +56,14 @@ def carrying_step(params, state, grads):
 def methods(inner):
     """name: (step, init, window)."""
     accumulated, every_step = accumulate(K, inner), accumulate(1, inner)
+    monitored = accumulate(K, inner, monitor=True)
     multi = optax.MultiSteps(inner, K)
     zeros = lambda params: jax.tree.map(jnp.zeros_like, params)
     return {
         "floor: acc += g": (floor_step, zeros, K),
         "floor, carrying inner's state": (carrying_step, accumulated.init, K),
         "accumulate": (stepper(accumulated), accumulated.init, K),
+        "accumulate, monitor=True": (stepper(monitored), monitored.init, K),
         "optax.MultiSteps": (stepper(multi), multi.init, K),
         "bare inner": (stepper(inner), inner.init, 1),
         "accumulate(1)": (stepper(every_step), every_step.init, 1),

@@ -63,7 +63,7 @@ class Layer(nn.Module):
     """Self-attention and two dense layers, each with a LayerNorm after it."""
 
     heads: int
-    dtype: jax.typing.DTypeLike
+    dtype: jax.typing.DTypeLike | None
 
     @nn.compact
     def __call__(self, x):
@@ -81,7 +81,7 @@ class Bert(nn.Module):
     As in fine-tuning, with whole sequences of one segment; without dropout.
     """
 
-    dtype: jax.typing.DTypeLike = jnp.float32
+    dtype: jax.typing.DTypeLike | None = jnp.float32  # None: that of the parameters
     checkpoint: bool = False  # recomputes each layer
     layers: int = 12
     width: int = 768

@@ -259,10 +259,10 @@ def accumulate(
             window_weight = beside.weight
             factor, per_weight = factors(window_weight, filled, normalize)
             means = {name: value * per_weight for name, value in beside.averages.items()}
+            sum_norm = _monitor.norm(total) if monitor else None
             if is_alone:
                 factor, means = 1, {}
-            sum_norm = _monitor.norm(total) if monitor else None
-            if monitor:
+            elif monitor:
                 factor = after(sum_norm, factor)
             args = {**extra_args, **means}
             mean = jax.tree.map(lambda s, g: times(s, factor, emitted_dtype(s, g)), total, like)
@@ -286,7 +286,9 @@ def accumulate(
             if monitor:
                 mean_of = factor, per_weight
                 window = beside.sums, window_weight, sum_norm, mean_of, micro_step, k
-                metrics = _monitor.report(metrics, *window, updates, params)
+                new_metrics = _monitor.report(metrics, *window, updates, params)
+                keep = lambda new, old: jnp.where(filled, new, old)
+                metrics = jax.tree.map(keep, new_metrics, metrics)
             return updates, (in_dtypes_of(inner_state, new_state), metrics)
 
         def reduce_and_emit(total, carry):

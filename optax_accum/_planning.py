@@ -81,7 +81,8 @@ def plan_microbatches(
     Nothing is run, and shapes are enough. Where more than one micro-batch is needed, two other
     ways to save memory are tried, with the next smaller k and the next, until one does not fit
     (where no k fits, from the largest down): `"checkpoint"` is `checkpoint_segments(loss_fn)`, and
-    `"bfloat16"` casts parameters and batch inside `loss_fn`, which gives another loss, to rounding.
+    `"bfloat16"` casts parameters and batch inside `loss_fn`, which gives another loss, to rounding
+    (and nothing where a layer has a dtype of its own and casts back: leave Flax's `dtype=None`).
     Each row is one compilation.
 
     The bytes are those that XLA reserves on the default device's platform, on one device where

@@ -161,6 +161,17 @@ def test_a_flush_is_no_micro_step():
     assert (metrics["every_k"], metrics["num_skipped"]) == (4, 0)
 
 
+def test_flushing_what_is_inside_measures_nothing_where_the_window_is_empty():
+    tx = accumulate(2, accumulate(3, optax.sgd(0.1)), monitor=True)
+    _, state = run(tx, [PARAMS] * 2, weight=[4.0, 4.0])
+    before = jax.tree.map(float, window_metrics(state))
+    assert before["weight"] == 8
+    assert before["update_norm"] == 0  # the window inside is open
+    updates, state = flush(tx, state, PARAMS)
+    assert norm(updates) == pytest.approx(0.5)
+    assert jax.tree.map(float, window_metrics(state)) == pytest.approx(before, nan_ok=True)
+
+
 def test_off_is_what_it_was_and_on_changes_no_update():
     gradients = [jax.tree.map(lambda p, i=i: p * i + 0.1, PARAMS) for i in range(7)]
     plain, watched = (accumulate(3, optax.adam(0.1), monitor=m) for m in (False, True))
