@@ -115,6 +115,13 @@ def check_count(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be an int of at least 1, got {value!r}.")
 
 
+def check_positive(name: str, value: Any) -> None:
+    """Require a finite number above 0."""
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_real or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a finite number above 0, got {value!r}.")
+
+
 def argument_numbers(
     argnums: Any, batch_argnums: Any, rng_argnums: Any, carry_argnum: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

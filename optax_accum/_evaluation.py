@@ -64,8 +64,7 @@ def sharpness(
     _validation.check_function("loss_fn", loss_fn)
     _validation.check_inexact(params, "params")
     _call_validation.check_count("num_samples", num_samples)
-    if not (isinstance(radius, int | float) and 0 < radius < float("inf")):
-        raise ValueError(f"radius must be a finite number above 0, got {radius!r}.")
+    _call_validation.check_positive("radius", radius)
     loss = lambda params: _call_validation.loss(loss_fn(params))
 
     def rise(key):

@@ -131,9 +131,7 @@ def adaptive_every_k(min_k: int, max_k: int, *, fraction: float = 1.0) -> Adapti
     """
     _call_validation.check_count("min_k", min_k)
     _call_validation.check_count("max_k", max_k)
-    is_real = isinstance(fraction, int | float) and not isinstance(fraction, bool)
-    if not is_real or not 0 < fraction < float("inf"):
-        raise ValueError(f"fraction must be a finite number above 0, got {fraction!r}.")
+    _call_validation.check_positive("fraction", fraction)
     if not 2 <= min_k <= max_k:
         raise ValueError(
             "min_k must be at least 2, for windows of one micro-batch measure no noise, and at most"

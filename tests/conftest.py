@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices, and hypothesis settings that give the same examples each time."""
+"""Eight virtual CPU devices, the same examples each time, and what test modules share."""
 
 import os
 
@@ -7,6 +7,8 @@ os.environ["XLA_FLAGS"] = (
 )
 
 import hypothesis
+import jax
+import pytest
 
 hypothesis.settings.register_profile(
     "laws",
@@ -16,3 +18,12 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("laws")
+
+
+@pytest.fixture(scope="module")
+def compile_quickly():
+    """XLA's quickest compiler, for tests of what an example does and not of its speed."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

@@ -13,16 +13,10 @@ import pytest
 import contrastive as example
 import image_data
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
 IMAGES = image_data.load("sample").head(64, 32)
 ARMS = ["big batch", "exact 8x64", "naive 8x64"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly():
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def test_the_exact_gradient_is_the_big_batch_s_and_the_naive_one_is_not():

@@ -17,19 +17,13 @@ import memory_table as example
 from memory_claims import BIG, claims_table, memory_table, ratios, time_table
 from memory_models import Bert, ResNet, init
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
 RESNET = functools.partial(ResNet, "batch", stages=(1,))
 BERT = functools.partial(Bert, layers=2, width=64, vocabulary=128, positions=16)
 BIG_CELL, PARTS_CELL = (
     example.Cell("resnet50-batch", "float32", "plain", *split) for split in ((1, 32), (4, 8))
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly():
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(autouse=True)

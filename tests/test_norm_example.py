@@ -16,16 +16,10 @@ import batchnorm_vs_groupnorm as example
 import image_data
 from training import Arm, first_update_max_diff
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
 IMAGES = image_data.load("sample").head(64, 32)
 BIG, SMALL = Arm(64, 1), Arm(8, 8)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly():
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def new_trainer(norm, arm, rate=0.1):
