@@ -11,6 +11,10 @@ from optax_accum._chain import chain as chain, flush as flush
 from optax_accum._checkpoint_segments import checkpoint_segments as checkpoint_segments
 from optax_accum._contrastive import contrastive_value_and_grad as contrastive_value_and_grad
 from optax_accum._evaluation import moment_ranges as moment_ranges, sharpness as sharpness
+from optax_accum._loss_scale import (
+    DynamicLossScale as DynamicLossScale,
+    loss_scale as loss_scale,
+)
 from optax_accum._microbatch import microbatch_value_and_grad as microbatch_value_and_grad
 from optax_accum._monitor import (
     adaptive_every_k as adaptive_every_k,

@@ -2,18 +2,20 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_accum import _monitor, _validation
+from optax_accum import _loss_scale, _monitor, _validation
 from optax_accum._axis import AxisName, check_local, check_shared
 from optax_accum._chain import Accumulator, accumulator_in, chain, transformation
 from optax_accum._followers import check_followers
 from optax_accum._gate import after, emit_or_hold, gate
+from optax_accum._gathering import Gathering, is_buffered
+from optax_accum._loss_scale import DynamicLossScale
 from optax_accum._monitor import AdaptiveEveryK
 from optax_accum._state import AccumulateState, has_updated, map_own
 from optax_accum._window import (
@@ -21,15 +23,11 @@ from optax_accum._window import (
     count,
     dtype_like,
     factors,
-    gathered,
     in_dtypes_of,
-    is_counted,
     real,
     strongly_typed,
-    sum_dtype_of,
     times,
     weight_dtype_of,
-    weights,
     zeros,
 )
 
@@ -44,6 +42,7 @@ def accumulate(
     average_extra_args: Sequence[str] = (),
     axis_name: AxisName | None = None,
     monitor: bool = False,
+    loss_scale: DynamicLossScale | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Gather gradients over a window of micro-steps and run `inner` once, on their mean.
 
@@ -92,6 +91,9 @@ def accumulate(
         unless you reduce the gradients yourself.
       monitor: Whether to measure each window, for `window_metrics`: the gradient's norm in each
         micro-step, all else at the boundary. `value=`, where it is passed, is the loss.
+      loss_scale: A `DynamicLossScale`, for gradients of the loss times
+        `optax_accum.loss_scale(opt_state)`: what `inner`, `should_skip_update_fn` and the monitor
+        see is divided by it. A micro-step whose gradient is infinite or NaN counts as rejected.
 
     Returns:
       A `GradientTransformationExtraArgs` with an `AccumulateState`. A window whose weights are all
@@ -129,6 +131,7 @@ def accumulate(
     _validation.check_callable("should_skip_update_fn", should_skip_update_fn)
     _validation.check_axis_name(axis_name)
     _validation.check_bool("monitor", monitor)
+    _validation.check_loss_scale(loss_scale, DynamicLossScale)
     if is_adaptive:
         _validation.check_monitored(every_k, monitor)
     _validation.check_names("average_extra_args", average_extra_args, ("weight", "flush"))
@@ -142,29 +145,33 @@ def accumulate(
     if inside is not None:
         _validation.check_averaged_inside(averaged, inside.averaged)
         _validation.check_outermost_axis(inside.axis_name)
+        _validation.check_outermost_scale(inside.loss_scale)
         averaged = inside.averaged
-    sum_dtype = functools.partial(sum_dtype_of, accumulator_dtype=accumulator_dtype)
+    gathering = Gathering(
+        normalize,
+        accumulator_dtype,
+        should_skip_update_fn,
+        averaged,
+        axis_name,
+        monitor,
+        loss_scale,
+    )
 
     def init_fn(params):
         _validation.check_enabled("accumulator_dtype", accumulator_dtype)
         _validation.check_enabled("emit_dtype", emit_dtype)
         if not always_closes:
             _validation.check_inexact(params, "params")
-        weight_dtype = weight_dtype_of(jax.tree.map(sum_dtype, params))
-        averages = {name: jnp.zeros([], weight_dtype) for name in sorted(averaged)}
+        weight_dtype = weight_dtype_of(jax.tree.map(gathering.sum_dtype, params))
+        new_sum = lambda p: zeros(p, gathering.sum_dtype(p))
         state = AccumulateState(
             micro_step=jnp.zeros([], jnp.int32),
             gradient_step=jnp.zeros([], jnp.int32),
             emitted=jnp.zeros([], jnp.bool_),
             num_skipped=jnp.zeros([], jnp.int32),
             window_weight=jnp.zeros([], weight_dtype),
-            window_sum=(
-                None if always_closes else jax.tree.map(lambda p: zeros(p, sum_dtype(p)), params)
-            ),
-            extras={
-                **({"averages": averages} if averages else {}),
-                **(_monitor.new_extras() if monitor else {}),
-            },
+            window_sum=None if always_closes else jax.tree.map(new_sum, params),
+            extras=gathering.new_extras(weight_dtype),
             # A weakly typed leaf would turn strong in the first update, and cost a second trace.
             inner_state=jax.tree.map(strongly_typed, tx.init(params)),
         )
@@ -173,40 +180,9 @@ def accumulate(
     def update_fn(gradients, state, params=None, *, weight=None, flush=False, **extra_args):
         return step(gradients, state, params, extra_args, weight, flush)
 
-    def gather(gradients, state, params, extra_args, weight, is_micro_step):
-        """S and what is summed beside it with this micro-step, and whether it was accepted."""
-        total, window_weight = state.window_sum, state.window_weight
-        averages = state.extras.get("averages", {})
-        sums = state.extras.get("monitor", {})
-        _validation.check_averages(averages, averaged)
-        _validation.check_monitor(sums, monitor)
-        accepted, scale = False, 1
-        if is_micro_step:
-            w, scale, value_scale = weights(weight, normalize, window_weight.dtype)
-            accepted = weight is None or is_counted(w)
-            if should_skip_update_fn is not None:
-                skip = should_skip_update_fn(gradients, state.gradient_step, params)
-                accepted &= ~_validation.skip_decision(skip)
-            add = functools.partial(gathered, accepted=accepted)
-            averages = {
-                name: add(s, _validation.averaged_arg(name, extra_args, s.dtype), value_scale)
-                for name, s in averages.items()
-            }
-            window_weight = add(window_weight, w, 1)
-            if monitor:
-                value = extra_args.get("value")
-                sums = _monitor.gathered(sums, gradients, w, scale, value, value_scale, accepted)
-            if _is_buffered(state, gradients):
-                total = jax.tree.map(lambda s, g: add(s, g, scale), total, gradients)
-        if not _is_buffered(state, gradients):
-            total = jax.tree.map(lambda g: times(g, scale, sum_dtype(g)), gradients)
-            if axis_name is not None:  # the other devices' sums go on
-                total = jax.tree.map(lambda s: jnp.where(accepted, s, 0), total)
-        return total, _Beside(window_weight, averages, sums), accepted
-
     def step(gradients, state, params, extra_args, weight=None, flush=False, is_micro_step=True):
         """A micro-step, or only a flush: then the params come as gradients, for their dtypes."""
-        if not always_closes or should_skip_update_fn is not None:
+        if not (always_closes and should_skip_update_fn is None and loss_scale is None):
             check_followers()
         _validation.state_of(state, AccumulateState)
         if axis_name is not None:
@@ -214,7 +190,7 @@ def accumulate(
                 check_local("gradients", gradients, axis_name)
             check_shared("flush", flush, axis_name)
             state = map_own(_validation.of_one_device, state)
-        buffered = _is_buffered(state, gradients)
+        buffered = is_buffered(state, gradients)
         if buffered:
             name = "gradients" if is_micro_step else "params"
             is_free = accumulator_dtype is not None or isinstance(weight, HandedOn)
@@ -229,9 +205,11 @@ def accumulate(
         if may_flush:
             flush = _validation.scalar("flush", flush, jnp.bool_)
 
-        total, beside, accepted = gather(
-            gradients, state, params, extra_args, weight, is_micro_step
-        )
+        if is_micro_step:
+            total, beside, accepted = gathering.gather(gradients, state, params, extra_args, weight)
+        else:
+            total, beside = gathering.held(state, params)
+            accepted = False
 
         # Does the window close, and with what? Without a buffer both may be known at trace time.
         closes = flush if buffered else True
@@ -252,14 +230,19 @@ def accumulate(
         )
         # A window of one: even a subnormal stays what it is.
         is_alone = is_micro_step and not buffered and weight is None and axis_name is None
+        is_alone &= loss_scale is None
 
         def emit(beside, filled, total, carry):
             """Run `inner` on a whole window."""
             inner_state, metrics = carry
             window_weight = beside.weight
             factor, per_weight = factors(window_weight, filled, normalize)
-            means = {name: value * per_weight for name, value in beside.averages.items()}
-            sum_norm = _monitor.norm(total) if monitor else None
+            averages = beside.sums.get("averages", {})
+            means = {name: value * per_weight for name, value in averages.items()}
+            unscale = _loss_scale.unscaling(state.extras)
+            mean_of = factor, per_weight
+            sum_norm = _monitor.norm(total) * unscale if monitor else None
+            factor = factor * unscale
             if is_alone:
                 factor, means = 1, {}
             elif monitor:
@@ -284,8 +267,7 @@ def accumulate(
                     inner_state,
                 )
             if monitor:
-                mean_of = factor, per_weight
-                window = beside.sums, window_weight, sum_norm, mean_of, micro_step, k
+                window = beside.sums["monitor"], window_weight, sum_norm, mean_of, micro_step, k
                 new_metrics = _monitor.report(metrics, *window, updates, params)
                 keep = lambda new, old: jnp.where(filled, new, old)
                 metrics = jax.tree.map(keep, new_metrics, metrics)
@@ -293,9 +275,9 @@ def accumulate(
 
         def reduce_and_emit(total, carry):
             """The same across devices, which alone know together if they gathered anything."""
-            carry, _ = carry
+            carry, *_ = carry
             total, of_all = lax.psum((total, beside), axis_name)
-            filled = of_all.weight > 0
+            filled = gathering.is_filled(of_all)
             updates, _, carry = emit_or_hold(
                 filled | flushes_inside,
                 functools.partial(emit, of_all, filled),
@@ -303,19 +285,21 @@ def accumulate(
                 carry,
                 buffered=False,
             )
-            return updates, (carry, filled)
+            return updates, (carry, filled, of_all.sums.get("overflows", 0) > 0)
 
         carry = state.inner_state, state.extras.get("metrics", {})
         if axis_name is None:
-            filled = beside.weight > 0 if buffered else accepted
+            filled = gathering.is_filled(beside) if buffered else accepted
+            overflowed = beside.sums.get("overflows", 0) > 0
             updated = closes & filled
             runs = closes & (filled | flushes_inside)
             updates, total, (inner_state, metrics) = emit_or_hold(
                 runs, functools.partial(emit, beside, filled), total, carry, buffered
             )
         else:
-            updates, total, ((inner_state, metrics), updated) = emit_or_hold(
-                closes, reduce_and_emit, total, (carry, jnp.zeros([], bool)), buffered
+            no = jnp.zeros([], bool)
+            updates, total, ((inner_state, metrics), updated, overflowed) = emit_or_hold(
+                closes, reduce_and_emit, total, (carry, no, no), buffered
             )
             runs = closes & (updated | flushes_inside)
         emitted = updated
@@ -324,7 +308,10 @@ def accumulate(
         # The sum needs no reopening: where no inner ran, a window that closes holds zeros.
         reopen = lambda x: jnp.where(closes, jnp.zeros_like(x), x)
         beside = jax.tree.map(reopen, beside)
-        extras = {"averages": beside.averages, "monitor": beside.sums, "metrics": metrics}
+        extras = state.extras | beside.sums | ({"metrics": metrics} if monitor else {})
+        if loss_scale is not None:
+            now = loss_scale.after(extras["loss_scale"], closes & overflowed, updated)
+            extras["loss_scale"] = now
         new_state = AccumulateState(
             micro_step=reopen(micro_step),
             gradient_step=count(state.gradient_step, updated),
@@ -332,7 +319,7 @@ def accumulate(
             num_skipped=count(state.num_skipped, is_micro_step & jnp.logical_not(accepted)),
             window_weight=beside.weight,
             window_sum=total,
-            extras=state.extras | {name: value for name, value in extras.items() if value},
+            extras=extras,
             inner_state=inner_state,
         )
         return updates, new_state if axis_name is None else map_own(lambda x: x[None], new_state)
@@ -346,6 +333,7 @@ def accumulate(
         should_skip_update_fn=should_skip_update_fn,
         axis_name=axis_name,
         monitor=monitor,
+        loss_scale=loss_scale,
     )
 
     def followed_by(*transforms):
@@ -364,18 +352,15 @@ def accumulate(
     return transformation(
         init_fn,
         update_fn,
-        Accumulator(step, followed_by, wrapped, map_inner, averaged, normalize, axis_name, monitor),
+        Accumulator(
+            step,
+            followed_by,
+            wrapped,
+            map_inner,
+            averaged,
+            normalize,
+            axis_name,
+            monitor,
+            loss_scale,
+        ),
     )
-
-
-class _Beside(NamedTuple):
-    """What a window sums beside S."""
-
-    weight: jax.Array  # W
-    averages: dict[str, jax.Array]
-    sums: dict[str, jax.Array]  # of its monitor
-
-
-def _is_buffered(state: AccumulateState, gradients: Any) -> bool:
-    """Whether the state has sums, be it of an empty tree."""
-    return state.window_sum is not None or not jax.tree.leaves(gradients)

@@ -7,6 +7,7 @@ import optax
 
 from optax_accum import _validation
 from optax_accum._axis import AxisName
+from optax_accum._loss_scale import DynamicLossScale
 
 
 class Accumulator(NamedTuple):
@@ -20,6 +21,7 @@ class Accumulator(NamedTuple):
     normalize: str
     axis_name: AxisName | None
     monitor: bool
+    loss_scale: DynamicLossScale | None
 
 
 def accumulator_in(tx: optax.GradientTransformation) -> Accumulator | None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from optax_accum import _call_validation
 
@@ -32,9 +33,17 @@ class LossFunction(NamedTuple):
         _call_validation.check_arrays("aux", aux)
         return _call_validation.loss(value), (carry, aux)
 
-    def value_and_grad(self, *args):
-        """The loss, the carry and the aux, and the gradients."""
-        (loss, rest), gradients = jax.value_and_grad(self.loss, self.argnums, has_aux=True)(*args)
+    def value_and_grad(self, *args, loss_scale=None):
+        """The loss, the carry and the aux, and the gradients (times `loss_scale`)."""
+
+        def scaled(*args):
+            loss, rest = self.loss(*args)
+            wide = jnp.promote_types(loss.dtype, jnp.float32)  # or the product might overflow
+            scaled_loss = loss if loss_scale is None else loss.astype(wide) * loss_scale
+            return scaled_loss, (loss, rest)
+
+        grad_fn = jax.grad(scaled, self.argnums, has_aux=True)
+        gradients, (loss, rest) = grad_fn(*args)
         if self.carry_argnum is not None:
             _call_validation.check_returned(self.carry_name, rest[0], args[self.carry_argnum])
         return loss, rest, gradients

@@ -76,7 +76,8 @@ class MicroStep:
         args += [own] if self.model_state else []
         args += [batch]
         args += [self._key(rng, state)] if self.rng else []
-        loss, (new_own, aux), gradients = self.loss_fn.value_and_grad(*args)
+        scale = state.extras.get("loss_scale", {}).get("scale")
+        loss, (new_own, aux), gradients = self.loss_fn.value_and_grad(*args, loss_scale=scale)
         if axis_name is not None:
             check_own("loss_fn", loss, axis_name)
         if self.weight_fn is not None:

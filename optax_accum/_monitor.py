@@ -151,18 +151,17 @@ def new_extras() -> dict[str, dict[str, jax.Array]]:
     }
 
 
-def gathered(sums, gradients, weight, scale, value, value_scale, accepted):
+def gathered(sums, gradients, value, factors, accepted):
     """The sums of a monitor with a micro-step.
 
     Args:
       sums: Of the window so far.
       gradients: Of the micro-step.
-      weight: wᵢ, what it adds to W.
-      scale: What its gradient is multiplied by in S.
       value: Its loss, or None.
-      value_scale: What its loss is multiplied by.
+      factors: wᵢ, and what the gradient and the loss are multiplied by.
       accepted: Whether it counts.
     """
+    weight, scale, value_scale = factors
     # Its mean gradient is gᵢ scale / wᵢ: gᵢ, or under "ratio" gᵢ / wᵢ.
     square = _square_norm(gradients) * jnp.square(jnp.asarray(scale / weight, jnp.float32))
     loss = jnp.nan if value is None else _validation.scalar("value", value, jnp.float32)

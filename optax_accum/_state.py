@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-SHARED_EXTRAS = {"metrics"}  # the same on all devices
+SUMMED_EXTRAS = {"averages", "monitor", "overflows"}  # over the open window, 0 in an empty one
+SHARED_EXTRAS = {"metrics", "loss_scale"}  # the same on all devices
 
 
 class AccumulateState(NamedTuple):
@@ -20,7 +21,7 @@ class AccumulateState(NamedTuple):
     num_skipped: jax.Array  # int32 [], micro-steps rejected or without weight, since init
     window_weight: jax.Array  # W, float32 or float64 [], 0 in an empty window
     window_sum: optax.Updates | None  # S in the accumulator dtype, or None where every_k=1
-    extras: dict[str, Any]  # sums of "averages" and "monitor"; "metrics"; "model_state" of a step
+    extras: dict[str, Any]  # SUMMED_EXTRAS and SHARED_EXTRAS; "model_state" of a train step
     inner_state: optax.OptState
 
 

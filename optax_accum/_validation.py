@@ -182,6 +182,28 @@ def check_monitor(sums: dict[str, Any], monitor: bool) -> None:
         )
 
 
+def check_loss_scale(loss_scale: Any, scale_type: type) -> None:
+    """Require None or a loss scale."""
+    if loss_scale is not None and not isinstance(loss_scale, scale_type):
+        raise ValueError(f"loss_scale must be a {scale_type.__name__} or None, got {loss_scale!r}.")
+
+
+def check_has_scale(extras: dict[str, Any], loss_scale: Any) -> None:
+    """Require a state that was made with a loss scale, or without."""
+    if ("loss_scale" in extras) != (loss_scale is not None):
+        made = "with one" if "loss_scale" in extras else "without"
+        raise ValueError(f"loss_scale must fit the state, which was made {made}; got {loss_scale}.")
+
+
+def check_outermost_scale(inside: Any) -> None:
+    """Require that of nested accumulators only the outermost has a loss scale."""
+    if inside is not None:
+        raise ValueError(
+            "loss_scale belongs to the outermost of nested accumulators, which the scaled gradients"
+            f" reach; got loss_scale={inside!r} inside another."
+        )
+
+
 def check_averages(averages: dict[str, Any], names: Iterable[str]) -> None:
     """Require a state that was made for the same averaged extra args."""
     if set(averages) != set(names):

@@ -66,7 +66,7 @@ def test_the_table_of_norms_is_that_of_the_committed_results():
     for row in rows:
         assert row["config"] == batchnorm_vs_groupnorm.config(full)
         assert row["train_images"] > 99_000
-    assert batchnorm_vs_groupnorm.table(rows).split("\n\n")[0] in README
+    assert batchnorm_vs_groupnorm.table(rows).split("\n\n")[0] in EXAMPLES
     errors = batchnorm_vs_groupnorm.mean_errors(rows)
     assert max(errors["batch", 64][0], errors["group", 64][0]) < 45  # or they learned too little
 

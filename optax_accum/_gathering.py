@@ -1,0 +1,117 @@
+"""What a micro-step adds to its window: to S, to W and to the sums beside them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum import _loss_scale, _monitor, _validation
+from optax_accum._axis import AxisName
+from optax_accum._loss_scale import DynamicLossScale
+from optax_accum._state import SUMMED_EXTRAS, AccumulateState
+from optax_accum._window import gathered, is_counted, sum_dtype_of, times, weights, zeros
+
+
+class Beside(NamedTuple):
+    """What a window sums beside S."""
+
+    weight: jax.Array  # W
+    sums: dict[str, Any]  # SUMMED_EXTRAS
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathering:
+    """How an accumulator gathers: the arguments of `accumulate` that say so."""
+
+    normalize: str
+    accumulator_dtype: Any
+    should_skip_update_fn: Callable[..., tuple[Any, Any]] | None
+    averaged: frozenset[str]
+    axis_name: AxisName | None
+    monitor: bool
+    loss_scale: DynamicLossScale | None
+
+    def new_extras(self, weight_dtype: Any) -> dict[str, Any]:
+        """The extras of a new state."""
+        averages = {name: jnp.zeros([], weight_dtype) for name in sorted(self.averaged)}
+        return {
+            **({"averages": averages} if averages else {}),
+            **(_monitor.new_extras() if self.monitor else {}),
+            **({} if self.loss_scale is None else self.loss_scale.new_extras()),
+        }
+
+    def sum_dtype(self, leaf: Any) -> Any:
+        """The dtype of a leaf's sum."""
+        return sum_dtype_of(leaf, self.accumulator_dtype)
+
+    def held(self, state: AccumulateState, like: Any) -> tuple[Any, Beside]:
+        """S, which has the shapes of `like`, and what is summed beside it."""
+        sums = {name: x for name, x in state.extras.items() if name in SUMMED_EXTRAS}
+        _validation.check_averages(sums.get("averages", {}), self.averaged)
+        _validation.check_monitor(sums.get("monitor", {}), self.monitor)
+        _validation.check_has_scale(state.extras, self.loss_scale)
+        total = state.window_sum
+        if not is_buffered(state, like):
+            total = jax.tree.map(lambda x: zeros(x, self.sum_dtype(x)), like)
+        return total, Beside(state.window_weight, sums)
+
+    def gather(self, gradients, state, params, extra_args, weight) -> tuple[Any, Beside, Any]:
+        """The same with a micro-step, and whether it was accepted."""
+        total, (window_weight, sums) = self.held(state, gradients)
+        w, scale, value_scale = weights(weight, self.normalize, window_weight.dtype)
+        unscale = _loss_scale.unscaling(state.extras)
+
+        accepted = weight is None or is_counted(w)
+        if self.loss_scale is not None:
+            overflow = _loss_scale.is_overflow(gradients)
+            sums["overflows"] += overflow
+            accepted &= ~(overflow | self.loss_scale.drops(sums["overflows"]))
+        if self.should_skip_update_fn is not None:
+            seen = gradients
+            if self.loss_scale is not None:
+                seen = jax.tree.map(lambda g: times(g, unscale, self.sum_dtype(g)), gradients)
+            skip = self.should_skip_update_fn(seen, state.gradient_step, params)
+            accepted &= ~_validation.skip_decision(skip)
+
+        add = functools.partial(gathered, accepted=accepted)
+        window_weight = add(window_weight, w, 1)
+        if self.averaged:
+            sums["averages"] = {
+                name: add(s, _validation.averaged_arg(name, extra_args, s.dtype), value_scale)
+                for name, s in sums["averages"].items()
+            }
+        if self.monitor:
+            value = extra_args.get("value")
+            factors = w, scale * unscale, value_scale
+            sums["monitor"] = _monitor.gathered(
+                sums["monitor"], gradients, value, factors, accepted
+            )
+        if is_buffered(state, gradients):
+            total = jax.tree.map(lambda s, g: add(s, g, scale), total, gradients)
+        else:
+            total = jax.tree.map(lambda g: times(g, scale, self.sum_dtype(g)), gradients)
+            if self.axis_name is not None:  # the other devices' sums go on
+                total = jax.tree.map(lambda s: jnp.where(accepted, s, 0), total)
+        if self.loss_scale is not None:
+            # Where no inner is to run, a window that closes holds zeros.
+            overflows = sums.pop("overflows")
+            dropped = self.loss_scale.drops(overflows)
+            empty = lambda x: jnp.where(dropped, jnp.zeros_like(x), x)
+            total, window_weight, sums = jax.tree.map(empty, (total, window_weight, sums))
+            sums["overflows"] = overflows
+        return total, Beside(window_weight, sums), accepted
+
+    def is_filled(self, beside: Beside) -> Any:
+        """Whether a window has something for the inner transformations."""
+        filled = beside.weight > 0
+        if self.loss_scale is not None:  # of other devices' overflows a device learns only here
+            filled &= ~self.loss_scale.drops(beside.sums["overflows"])
+        return filled
+
+
+def is_buffered(state: AccumulateState, gradients: Any) -> bool:
+    """Whether the state has sums, be it of an empty tree."""
+    return state.window_sum is not None or not jax.tree.leaves(gradients)
