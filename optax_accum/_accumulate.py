@@ -72,7 +72,8 @@ def accumulate(
       normalize: `"mean"`, S / W, for the gradient of a mean loss; `"sum"`, S; `"ratio"`,
         Σ gᵢ / Σ wᵢ, for the gradient of a summed loss over wᵢ tokens.
       accumulator_dtype: Dtype of S, complex where the parameter is. Default: the parameter's, and
-        float32 where that is narrower.
+        float32 where that is narrower. In bfloat16 S takes half the memory; each sum is rounded at
+        random to one of its neighbours, so that its expectation is the sum.
       emit_dtype: Dtype of what `inner` sees. Default: the gradient's.
       should_skip_update_fn: `fn(gradients, gradient_step, params) -> (bool [], info)`, such as
         `optax.skip_not_finite`: a micro-step for which it says True counts as one of weight 0.

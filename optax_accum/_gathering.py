@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from optax_accum import _loss_scale, _monitor, _validation
-from optax_accum._axis import AxisName
+from optax_accum._axis import AxisName, axis_names
 from optax_accum._loss_scale import DynamicLossScale
+from optax_accum._rounding import gathered_tree
 from optax_accum._state import SUMMED_EXTRAS, AccumulateState
 from optax_accum._window import gathered, is_counted, sum_dtype_of, times, weights, zeros
 
@@ -90,7 +92,8 @@ class Gathering:
                 sums["monitor"], gradients, value, factors, accepted
             )
         if is_buffered(state, gradients):
-            total = jax.tree.map(lambda s, g: add(s, g, scale), total, gradients)
+            add_all = functools.partial(gathered_tree, accepted=accepted)
+            total = add_all(total, gradients, scale, counters=lambda: self._counters(state))
         else:
             total = jax.tree.map(lambda g: times(g, scale, self.sum_dtype(g)), gradients)
             if self.axis_name is not None:  # the other devices' sums go on
@@ -103,6 +106,13 @@ class Gathering:
             total, window_weight, sums = jax.tree.map(empty, (total, window_weight, sums))
             sums["overflows"] = overflows
         return total, Beside(window_weight, sums), accepted
+
+    def _counters(self, state: AccumulateState) -> list[Any]:
+        """Integers that no other micro-step has, and no other device."""
+        # A window without an update is no gradient step, but its micro-steps are skipped ones.
+        counters: list[Any] = [state.gradient_step, state.micro_step, state.num_skipped]
+        names = () if self.axis_name is None else axis_names(self.axis_name)
+        return [*counters, *map(lax.axis_index, names)]
 
     def is_filled(self, beside: Beside) -> Any:
         """Whether a window has something for the inner transformations."""

@@ -12,6 +12,7 @@ from optax_accum import _call_validation, _jaxprs, _validation
 from optax_accum._axis import varying_as
 from optax_accum._canonical_conv import canonical_convolutions
 from optax_accum._loss_function import LossFunction
+from optax_accum._rounding import gathered_tree
 from optax_accum._window import (
     dtype_like,
     factors,
@@ -65,7 +66,8 @@ def microbatch_value_and_grad(
       normalize: As in `accumulate`: `"mean"`, `"sum"` (Σ wᵢgᵢ, and so for the loss) or `"ratio"`
         (Σ gᵢ / Σ wᵢ, for a loss that is a sum).
       accumulator_dtype: Dtype of the sums. Default: the gradient's, and float32 where that is
-        narrower. The gradient comes back in the dtype of its argument.
+        narrower. In bfloat16 they are rounded at random, as in `accumulate`. The gradient comes
+        back in the dtype of its argument.
 
     Returns:
       A function of the arguments of `loss_fn`, by position, that returns `(value, gradients)` as
@@ -156,12 +158,13 @@ def microbatch_value_and_grad(
             weight, new, (new_carry, rows) = micro_batch(i, carry, is_larger)
             weight, scale, _ = weights(weight, normalize, wide)
             accepted = weight_fn is None or is_counted(weight)
-            add = functools.partial(gathered, accepted=accepted)
-            total = jax.tree.map(lambda s, x: add(s, x, scale), total, new)
+            # The bits of the loss tell calls apart, where sums are rounded at random.
+            bits = lambda: lax.bitcast_convert_type(new[0].astype(jnp.float32), jnp.uint32)
+            total = gathered_tree(total, new, scale, accepted, counters=lambda: (i, bits()))
             if accepted is not True:
                 keep = lambda new, old: jnp.where(accepted, new, old)
                 new_carry = jax.tree.map(keep, new_carry, carry)
-            return (add(window_weight, weight, 1), total, new_carry), rows
+            return (gathered(window_weight, weight, 1, accepted), total, new_carry), rows
 
         state, all_rows = (zero(weight_like, wide), zeros, carry), []
         for numbers, is_larger in by_size(size, num):

@@ -539,7 +539,8 @@ def test_a_float32_sum_of_bfloat16_gradients_keeps_what_bfloat16_would_lose():
     update = jax.jit(narrow.update)
     for _ in range(512):
         updates, state = update(jnp.ones([], jnp.bfloat16), state)
-    assert updates == 0.5  # stuck at 256
+    # To nearest it would be stuck at 256; at random it is right on average.
+    assert 0.8 < updates < 1.2
 
 
 def test_float64_windows_keep_float64():
