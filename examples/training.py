@@ -38,9 +38,11 @@ def split(model):
 class Trainer:
     """A Flax NNX model, its optimizer and the compiled steps."""
 
-    def __init__(self, model: nnx.Module, arm: Arm, tx: optax.GradientTransformation):
+    def __init__(
+        self, model: nnx.Module, arm: Arm, tx: optax.GradientTransformation, *, monitor=False
+    ):
         self.arm = arm
-        self.tx = chain(accumulate(arm.every_k), tx)
+        self.tx = chain(accumulate(arm.every_k, monitor=monitor), tx)
         # Params are trained; the rest (BatchNorm's statistics) is carried along.
         self.graph, self.params, self.rest = split(model)
         self.opt_state = self.tx.init(self.params)
@@ -62,7 +64,9 @@ class Trainer:
         grad_fn = jax.value_and_grad(self._loss, has_aux=True)
         (loss, rest), grads = grad_fn(params, rest, images, labels)
         # A micro-batch counts by its examples, so that an uneven last one is no trouble.
-        updates, opt_state = self.tx.update(grads, opt_state, params, weight=len(images))
+        updates, opt_state = self.tx.update(
+            grads, opt_state, params, weight=len(images), value=loss
+        )
         return optax.apply_updates(params, updates), rest, opt_state, loss
 
     def _flush(self, params, opt_state):
