@@ -17,7 +17,7 @@ that less its mean, the next one's input) |
 input is kept, and one block; that it meets the first two rows is chance |
 | an epoch in 4 x 64 | 3.2 to 3.5 h, +9 % | {call:+.0%} in one call, {calls:+.0%} in four | ours: \
 an update with GroupNorm, on a CPU, of fewer and smaller images |
-| accuracy | 76.2 against 75.9 % | not measured | ImageNet takes a card; the README has CIFAR-10 |
+| accuracy | 76.2 against 75.9 % | not measured | ImageNet takes a card; CIFAR-10 is above |
 | accumulation is slower by | 10 to 15 %; almost 4 x | {call:+.0%}, {calls:+.0%} | almost 4 x \
 would be a window against one micro-batch, a fourth of the examples |
 | time with `jax.checkpoint` | +30 % | {checkpoint:+.0%} | one more forward pass, of three passes' \

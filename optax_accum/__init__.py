@@ -16,6 +16,7 @@ from optax_accum._loss_scale import (
     loss_scale as loss_scale,
 )
 from optax_accum._microbatch import microbatch_value_and_grad as microbatch_value_and_grad
+from optax_accum._momentum import accumulate_in_momentum as accumulate_in_momentum
 from optax_accum._monitor import (
     adaptive_every_k as adaptive_every_k,
     window_metrics as window_metrics,

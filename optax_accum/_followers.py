@@ -26,12 +26,21 @@ _CHAIN = _code(optax.chain(optax.identity()).update)
 _NAMED_CHAIN = _code(optax.named_chain(("identity", optax.identity())).update)
 
 
-def check_followers() -> None:
+_REMEDY = (
+    "Use optax_accum.chain(...) in place of optax.chain(...), with accumulate(k) as an argument of"
+    " its own, or put what follows inside: accumulate(k, inner)."
+)
+
+
+def check_followers(remedy: str = _REMEDY) -> None:
     """Raise if a plain chain that calls this accumulator goes on with what only a window may run.
 
     Reads the frames of the optax chains on the way here, through whatever wrapper of optax or of
     this library stands between, up to the first caller from elsewhere. A chain whose update has
     not the variables that are known today passes unchecked.
+
+    Args:
+      remedy: What the error says to do.
 
     Raises:
       ValueError: A follower holds state, or does not map zero updates to zero.
@@ -40,11 +49,11 @@ def check_followers() -> None:
     while (frame := frame.f_back) is not None and _is_between(frame):
         for position, update, state in _followers(frame):
             if jax.tree.leaves(state):
-                _refuse(position, "holds state, which would advance in every micro-step")
+                _refuse(position, "holds state, which would advance in every micro-step", remedy)
             like = frame.f_locals["params"]
             like = frame.f_locals["updates"] if like is None else like
             if not _keeps_zeros(update, state, like, frame.f_locals["extra_args"]):
-                _refuse(position, "does not map zero updates to zero updates")
+                _refuse(position, "does not map zero updates to zero updates", remedy)
 
 
 def _is_between(frame: FrameType) -> bool:
@@ -93,10 +102,8 @@ def _probe(update: Callable, state: Any, like: Any, extra_args: dict[str, Any], 
         return jaxpr_as_fun(jaxpr.replace(consts=[stand_in(x) for x in jaxpr.consts]))()
 
 
-def _refuse(position: int, reason: str) -> None:
+def _refuse(position: int, reason: str, remedy: str) -> None:
     raise ValueError(
         f"In a plain optax.chain, transformation {position} (from 0) comes after an"
-        f" accumulate(k), but it {reason}. Use optax_accum.chain(...) in place of"
-        " optax.chain(...), with accumulate(k) as an argument of its own, or put what"
-        " follows inside: accumulate(k, inner)."
+        f" accumulate(k), but it {reason}. {remedy}"
     )

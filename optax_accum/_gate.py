@@ -54,7 +54,7 @@ def emit_or_hold(
                 predicate, write_over, lambda *carry: carry, total, inner_state
             )
             updates = jax.tree.map(
-                lambda b, u: jnp.where(predicate, b.astype(u.dtype), _nothing(u)), buffer, like
+                lambda b, u: jnp.where(predicate, b.astype(u.dtype), nothing(u)), buffer, like
             )
             total = jax.tree.map(lambda b: jnp.where(predicate, 0, b), buffer)
             return updates, total, inner_state
@@ -70,7 +70,7 @@ def emit_or_hold(
 
     def hold(total, inner_state):
         held = jax.tree.map(
-            lambda u: varying_as(u, jnp.full(u.shape, _nothing(u), u.dtype)),
+            lambda u: varying_as(u, jnp.full(u.shape, nothing(u), u.dtype)),
             shapes(total, inner_state),
         )
         return held, total if buffered else None, inner_state
@@ -100,7 +100,7 @@ def _fits(updates: Any, total: Any) -> bool:
     )
 
 
-def _nothing(update: Any) -> np.ndarray:
+def nothing(update: Any) -> np.ndarray:
     """The zero that changes no float when added: +0.0 would turn a parameter of -0.0 into 0.0."""
     is_complex = jnp.issubdtype(update.dtype, jnp.complexfloating)
     return np.asarray(complex(-0.0, -0.0) if is_complex else -0.0, update.dtype)

@@ -130,7 +130,7 @@ def scale_hyperparams(
         )
     _validation.check_choice("rule", rule, tuple(_RULES))
     for name, value in hyperparams.items():
-        _check_hyperparam(name, value)
+        check_hyperparam(name, value)
     return {name: _scaled(rule, ratio, name, value) for name, value in hyperparams.items()}
 
 
@@ -187,7 +187,7 @@ def batch_growth(start: int, stop: int, steps: int, microbatch_size: int) -> _va
     return optax.linear_schedule(first, last, int(steps))
 
 
-def _check_hyperparam(name: str, value: Any) -> None:
+def check_hyperparam(name: str, value: Any) -> None:
     """Require a known hyper-parameter in its own range."""
     if name not in _RANGES:
         raise ValueError(

@@ -20,7 +20,7 @@ class AccumulateState(NamedTuple):
     emitted: jax.Array  # bool [], whether the last call closed a window with an update
     num_skipped: jax.Array  # int32 [], micro-steps rejected or without weight, since init
     window_weight: jax.Array  # W, float32 or float64 [], 0 in an empty window
-    window_sum: optax.Updates | None  # S in the accumulator dtype, or None where every_k=1
+    window_sum: optax.Updates | None  # S in the accumulator dtype, or None where it is not needed
     extras: dict[str, Any]  # SUMMED_EXTRAS and SHARED_EXTRAS; "model_state" of a train step
     inner_state: optax.OptState
 

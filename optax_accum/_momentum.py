@@ -1,0 +1,208 @@
+"""Momentum SGD whose window gathers in the momentum itself."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_accum import _validation
+from optax_accum._followers import check_followers
+from optax_accum._gate import nothing
+from optax_accum._rounding import gathered_tree
+from optax_accum._scaling import check_hyperparam
+from optax_accum._state import AccumulateState
+from optax_accum._window import (
+    count,
+    gathered,
+    is_counted,
+    sum_dtype_of,
+    times,
+    weight_dtype_of,
+    zeros,
+)
+
+
+def accumulate_in_momentum(
+    every_k: int | _validation.Schedule,
+    learning_rate: jax.typing.ArrayLike | _validation.Schedule,
+    momentum: jax.typing.ArrayLike,
+    *,
+    accumulator_dtype: jax.typing.DTypeLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Run SGD with momentum once per window, and gather the window in its momentum.
+
+    Micro-step i of a window brings a gradient gᵢ and its share sᵢ of the window, 1/k unless
+    `share=` is passed. With μ = `momentum`, η = `learning_rate` and m a tree like the parameters:
+
+        first micro-step that counts    m ← μ m + sᵢ gᵢ
+        the others                      m ← m + sᵢ gᵢ
+        boundary                        update = -η m
+
+    With shares that add up to 1, Σ sᵢgᵢ is the window's mean, and the updates are those of
+    `accumulate(every_k, optax.sgd(learning_rate, momentum))` but for rounding, without its tree of
+    sums. Off the boundary they are zeros (-0.0). The window closes with its
+    `every_k`-th micro-step, or with one that says `flush=True`.
+
+    `update` takes these extra args, and drops all others:
+
+    - `share`: real scalar, sᵢ, such as nᵢ / N for nᵢ of the window's N examples or tokens. Only
+      shares above 0 count; a micro-step of share 0, below 0, infinite or NaN adds nothing, even
+      where its gradient is NaN. What shares lack to 1 is lacking in the gradient: in a
+      window that is closed early, or in which a micro-step does not count, give the others shares
+      that add up to 1.
+    - `flush`: bool scalar, whether to close the window with this micro-step. `optax_accum.flush`
+      does not take this transformation.
+
+    There is no `weight`: m decays before the window's whole weight is known, and what is in it
+    cannot be divided later on.
+
+    It is exact for SGD with heavy-ball momentum alone, whose m is linear in the gradient (that of
+    `optax.trace`; an average (1 - μ) Σ μʲgⱼ, as of `optax.ema` without `debias`, is the same with
+    (1 - μ) η for η). Of the others, use `accumulate`:
+
+    - Nesterov's momentum steps along g + μm, and needs the window's mean g apart from m.
+    - Adam, RMSProp, Adagrad and LAMB keep a second moment, and the square of a mean is not the mean
+      of squares. AdamA [1] adds up the squares of the micro-gradients instead, which is another
+      optimizer.
+    - Lion takes the sign of the momentum and the mean mixed by b1, and decays by another, b2.
+    - Clipping the window's mean, normalising it, or whatever else is not linear in it.
+
+    In an `optax.chain`, what stands before it sees each micro-gradient: `add_decayed_weights`
+    there is exact where shares add up to 1, since the parameters stand still in a window, and
+    clipping there is of each micro-batch. After it, only what holds no state and leaves zeros zero
+    is accepted: clipping there is of the update -η m.
+
+    Args:
+      every_k: Micro-steps in a window: an int of at least 1, or a schedule, a function of the
+        number of gradient steps so far (int32 scalar) whose value is rounded and at least 1.
+      learning_rate: η, a number of at least 0, or a schedule of the gradient step.
+      momentum: μ, a number of at least 0 and below 1.
+      accumulator_dtype: Dtype of m, complex where the parameter is. Default: the parameter's, and
+        float32 where that is narrower. In bfloat16 m is rounded at random, as a sum is there.
+
+    Returns:
+      A `GradientTransformationExtraArgs` with an `AccumulateState`: its `inner_state` is an
+      `optax.TraceState` with m, its `window_weight` the shares of the open window added up, and it
+      has no `window_sum`. A window in which no micro-step counts closes without an update, and
+      leaves m as it is.
+
+    Raises:
+      ValueError: An argument breaks its rule; here, in `init` or while `update` is traced, and
+        with the name, the rule and the value. Also if `weight=` is passed, or if in an
+        `optax.chain` what follows would be wrong in a micro-step off the boundary.
+
+    Example:
+      Micro-batches of 1 and 3 examples, and the momentum of the window before.
+
+      >>> import jax.numpy as jnp
+      >>> tx = accumulate_in_momentum(2, learning_rate=1.0, momentum=0.5)
+      >>> params = jnp.zeros([])
+      >>> state = tx.init(params)
+      >>> for gradient, share in ((8.0, 0.25), (4.0, 0.75), (0.0, 0.5), (2.0, 0.5)):
+      ...     updates, state = tx.update(jnp.array(gradient), state, params, share=share)
+      ...     print(updates, state.inner_state.trace)
+      -0.0 2.0
+      -5.0 5.0
+      -0.0 2.5
+      -3.5 3.5
+
+    References:
+      [1] Zhang et al., 2023, Adam Accumulation to Reduce Memory Footprints of both Activations and
+      Gradients for Large-scale DNN Training (arXiv:2305.19982), which gathers in the moments of
+      Adam. Polyak, 1964, Some methods of speeding up the convergence of iteration methods, for the
+      heavy ball.
+    """
+    _validation.check_every_k(every_k)
+    _check_number("learning_rate", learning_rate)
+    _check_number("momentum", momentum)
+    _validation.check_accumulator_dtype(accumulator_dtype)
+    always_closes = not callable(every_k) and every_k == 1
+    sum_dtype = functools.partial(sum_dtype_of, accumulator_dtype=accumulator_dtype)
+
+    def init_fn(params) -> Any:
+        _validation.check_enabled("accumulator_dtype", accumulator_dtype)
+        _validation.check_inexact(params, "params")
+        return AccumulateState(
+            micro_step=jnp.zeros([], jnp.int32),
+            gradient_step=jnp.zeros([], jnp.int32),
+            emitted=jnp.zeros([], jnp.bool_),
+            num_skipped=jnp.zeros([], jnp.int32),
+            window_weight=jnp.zeros([], weight_dtype_of(jax.tree.map(sum_dtype, params))),
+            window_sum=None,
+            extras={},
+            inner_state=optax.TraceState(jax.tree.map(lambda p: zeros(p, sum_dtype(p)), params)),
+        )
+
+    def update_fn(
+        updates, state, params=None, *, share=None, flush=False, weight=None, **extra_args
+    ) -> Any:
+        del params, extra_args
+        if not always_closes:
+            check_followers(
+                "Nothing of this kind can run once per window here: use"
+                " accumulate(k, optax.sgd(learning_rate, momentum), what follows)."
+            )
+        _check_no_weight(weight)
+        _validation.state_of(state, AccumulateState)
+        trace = _validation.state_of(state.inner_state, optax.TraceState).trace
+        _validation.check_gradients(
+            "gradients", updates, trace, any_width=accumulator_dtype is not None
+        )
+        dtype = state.window_weight.dtype
+        k: Any = every_k
+        if callable(every_k):
+            k = _validation.scheduled_k(every_k(state.gradient_step))
+        share = 1 / jnp.asarray(k, dtype) if share is None else share
+        share = _validation.scalar("share", share, dtype)
+        decay = _validation.scalar("momentum", momentum, dtype)
+        rate = learning_rate(state.gradient_step) if callable(learning_rate) else learning_rate
+        rate = _validation.scalar("learning_rate", rate, dtype)
+
+        accepted = is_counted(share)
+        begins = accepted & (state.window_weight == 0)
+
+        decayed = jax.tree.map(lambda m: jnp.where(begins, times(m, decay, m.dtype), m), trace)
+        counters = lambda: (state.gradient_step, state.micro_step, state.num_skipped)
+        trace = gathered_tree(decayed, updates, share, accepted, counters)
+        window_weight = gathered(state.window_weight, share, 1, accepted)
+        micro_step = state.micro_step + 1
+        closes = (micro_step >= k) | _validation.scalar("flush", flush, jnp.bool_)
+        emitted = closes & (window_weight > 0)
+
+        def emit(m, g):
+            update = times(m, -rate, jnp.result_type(g))
+            return jnp.where(emitted, update, nothing(update))
+
+        reopen = lambda x: jnp.where(closes, jnp.zeros_like(x), x)
+        return jax.tree.map(emit, trace, updates), AccumulateState(
+            micro_step=reopen(micro_step),
+            gradient_step=count(state.gradient_step, emitted),
+            emitted=emitted,
+            num_skipped=count(state.num_skipped, ~accepted),
+            window_weight=reopen(window_weight),
+            window_sum=None,
+            extras=state.extras,
+            inner_state=optax.TraceState(trace),
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_number(name: str, value: Any) -> None:
+    """Require a hyper-parameter in its range, or an array, whose value may not be known yet."""
+    if isinstance(value, jax.Array):
+        _validation.scalar(name, value, jnp.float32)
+    else:
+        check_hyperparam(name, value)
+
+
+def _check_no_weight(weight: Any) -> None:
+    """Require shares of a window in place of weights."""
+    if weight is not None:
+        raise ValueError(
+            "weight must not be passed to accumulate_in_momentum, whose momentum decays before the"
+            " window's whole weight is known; pass share=, the micro-step's weight over that of its"
+            f" window; got weight={weight!r}."
+        )
