@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from optax_accum import _call_validation, _validation, _window
 from optax_accum._state import accumulate_states
@@ -163,6 +164,8 @@ def gathered(sums, gradients, value, factors, accepted):
     """
     weight, scale, value_scale = factors
     # Its mean gradient is gᵢ scale / wᵢ: gᵢ, or under "ratio" gᵢ / wᵢ.
+    # Or XLA would widen narrow gradients once, for S and for this, and keep them.
+    gradients = lax.optimization_barrier(gradients)
     square = _square_norm(gradients) * jnp.square(jnp.asarray(scale / weight, jnp.float32))
     loss = jnp.nan if value is None else _validation.scalar("value", value, jnp.float32)
     new = {
