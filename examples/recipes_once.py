@@ -94,17 +94,24 @@ def averaged_weights(decay=0.9):
 
 
 def growing_window(start=16, stop=48, growth_steps=4, microbatch_size=8):
-    """Let the learning rate follow a window that grows: η κ for κ times the batch.
+    """Let the learning rate follow a window that grows, and decay with the examples seen.
 
     `batch_growth` is the schedule of k. `scale_hyperparams` takes κ as a number, so the rates are a
-    table over gradient steps, in which a window and its rate are at the same place.
+    table over gradient steps, in which a window and its rate are at the same place. Schedules count
+    gradient steps; one over examples is a schedule of those that came before a gradient step.
     """
     every_k = batch_growth(start, stop, growth_steps, microbatch_size)
     ks = [round(float(every_k(t))) for t in range(growth_steps + 1)]
     ratios = [k * microbatch_size / start for k in ks]
     scaled = [scale_hyperparams(ratio, "linear", learning_rate=0.01) for ratio in ratios]
     rates = jnp.array([hyperparams["learning_rate"] for hyperparams in scaled])
-    rate = lambda gradient_step: rates[jnp.minimum(gradient_step, growth_steps)]
+    seen = microbatch_size * jnp.array([0, *np.cumsum(ks[:-1])])
+    decay = optax.linear_schedule(1.0, 0.5, microbatch_size * sum(ks))  # over examples
+
+    def rate(gradient_step):
+        i = jnp.minimum(gradient_step, growth_steps)
+        return rates[i] * decay(seen[i] + (gradient_step - i) * stop)
+
     sgd = optax.inject_hyperparams(optax.sgd)(rate)  # its state tells the rate
 
     params, batch = new_params(), new_batch(microbatch_size * sum(ks))
@@ -116,6 +123,7 @@ def growing_window(start=16, stop=48, growth_steps=4, microbatch_size=8):
     want = train(optax.sgd(rate), params, windows)
     return {
         "examples": np.diff(ends, prepend=0).tolist(),
+        "seen before": seen.tolist(),
         "learning rates": [float(state.hyperparams["learning_rate"]) for state in states],
         "differs by": distance(run[-1][0], want),
     }
@@ -137,6 +145,7 @@ def tensorboard(folder=None):
             if has_updated(opt_state):
                 metrics = {name: float(m) for name, m in window_metrics(opt_state).items()}
                 points.append(metrics)
+                gradient_step = int(optax.tree.get(opt_state, "gradient_step"))
                 for name, value in metrics.items():
-                    writer.add_scalar(f"window/{name}", value, len(points))
+                    writer.add_scalar(f"window/{name}", value, gradient_step)
     return {name: [point[name] for point in points] for name in points[0]}

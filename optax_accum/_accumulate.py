@@ -72,8 +72,10 @@ def accumulate(
       normalize: `"mean"`, S / W, for the gradient of a mean loss; `"sum"`, S; `"ratio"`,
         Σ gᵢ / Σ wᵢ, for the gradient of a summed loss over wᵢ tokens.
       accumulator_dtype: Dtype of S, complex where the parameter is. Default: the parameter's, and
-        float32 where that is narrower. In bfloat16 S takes half the memory; each sum is rounded at
-        random to one of its neighbours, so that its expectation is the sum.
+        float32 where that is narrower. In bfloat16 S takes half the memory between micro-steps;
+        each sum is rounded at random to one of its neighbours, so that its expectation is the sum
+        (a reduction over devices rounds to nearest). Where updates are wider than S, a call needs
+        room for them beside it; a train step does not.
       emit_dtype: Dtype of what `inner` sees. Default: the gradient's.
       should_skip_update_fn: `fn(gradients, gradient_step, params) -> (bool [], info)`, such as
         `optax.skip_not_finite`: a micro-step for which it says True counts as one of weight 0.
@@ -94,7 +96,8 @@ def accumulate(
         micro-step, all else at the boundary. `value=`, where it is passed, is the loss.
       loss_scale: A `DynamicLossScale`, for gradients of the loss times
         `optax_accum.loss_scale(opt_state)`: what `inner`, `should_skip_update_fn` and the monitor
-        see is divided by it. A micro-step whose gradient is infinite or NaN counts as rejected.
+        see is divided by it; what stands before the accumulator in a `chain` sees scaled gradients.
+        A micro-step whose gradient is infinite or NaN counts as rejected.
 
     Returns:
       A `GradientTransformationExtraArgs` with an `AccumulateState`. A window whose weights are all
@@ -144,19 +147,20 @@ def accumulate(
     inside = accumulator_in(tx)
     averaged = frozenset(average_extra_args)
     if inside is not None:
-        _validation.check_averaged_inside(averaged, inside.averaged)
-        _validation.check_outermost_axis(inside.axis_name)
-        _validation.check_outermost_scale(inside.loss_scale)
-        averaged = inside.averaged
+        _validation.check_averaged_inside(averaged, inside.gathering.averaged)
+        _validation.check_outermost_axis(inside.gathering.axis_name)
+        _validation.check_outermost_scale(inside.gathering.loss_scale)
+        averaged = inside.gathering.averaged
     gathering = Gathering(
-        normalize,
-        accumulator_dtype,
-        should_skip_update_fn,
-        averaged,
-        axis_name,
-        monitor,
-        loss_scale,
+        normalize=normalize,
+        accumulator_dtype=accumulator_dtype,
+        should_skip_update_fn=should_skip_update_fn,
+        averaged=averaged,
+        axis_name=axis_name,
+        monitor=monitor,
+        loss_scale=loss_scale,
     )
+    may_hold = not always_closes or should_skip_update_fn is not None or loss_scale is not None
 
     def init_fn(params):
         _validation.check_enabled("accumulator_dtype", accumulator_dtype)
@@ -183,7 +187,7 @@ def accumulate(
 
     def step(gradients, state, params, extra_args, weight=None, flush=False, is_micro_step=True):
         """A micro-step, or only a flush: then the params come as gradients, for their dtypes."""
-        if not (always_closes and should_skip_update_fn is None and loss_scale is None):
+        if may_hold:
             check_followers()
         _validation.state_of(state, AccumulateState)
         if axis_name is not None:
@@ -230,8 +234,10 @@ def accumulate(
             emit_dtype or real(jnp.result_type(g if inside is None else s)), g
         )
         # A window of one: even a subnormal stays what it is.
-        is_alone = is_micro_step and not buffered and weight is None and axis_name is None
-        is_alone &= loss_scale is None
+        is_alone = is_micro_step and not buffered and weight is None
+        is_alone &= axis_name is None and loss_scale is None
+
+        unscale = _loss_scale.unscaling(state)
 
         def emit(beside, filled, total, carry):
             """Run `inner` on a whole window."""
@@ -240,7 +246,6 @@ def accumulate(
             factor, per_weight = factors(window_weight, filled, normalize)
             averages = beside.sums.get("averages", {})
             means = {name: value * per_weight for name, value in averages.items()}
-            unscale = _loss_scale.unscaling(state.extras)
             mean_of = factor, per_weight
             sum_norm = _monitor.norm(total) * unscale if monitor else None
             factor = factor * unscale
@@ -286,12 +291,12 @@ def accumulate(
                 carry,
                 buffered=False,
             )
-            return updates, (carry, filled, of_all.sums.get("overflows", 0) > 0)
+            return updates, (carry, filled, gathering.overflowed(of_all))
 
         carry = state.inner_state, state.extras.get("metrics", {})
         if axis_name is None:
             filled = gathering.is_filled(beside) if buffered else accepted
-            overflowed = beside.sums.get("overflows", 0) > 0
+            overflowed = gathering.overflowed(beside)
             updated = closes & filled
             runs = closes & (filled | flushes_inside)
             updates, total, (inner_state, metrics) = emit_or_hold(
@@ -311,8 +316,7 @@ def accumulate(
         beside = jax.tree.map(reopen, beside)
         extras = state.extras | beside.sums | ({"metrics": metrics} if monitor else {})
         if loss_scale is not None:
-            now = loss_scale.after(extras["loss_scale"], closes & overflowed, updated)
-            extras["loss_scale"] = now
+            extras |= _loss_scale.after(loss_scale, extras, closes & overflowed, updated)
         new_state = AccumulateState(
             micro_step=reopen(micro_step),
             gradient_step=count(state.gradient_step, updated),
@@ -353,15 +357,5 @@ def accumulate(
     return transformation(
         init_fn,
         update_fn,
-        Accumulator(
-            step,
-            followed_by,
-            wrapped,
-            map_inner,
-            averaged,
-            normalize,
-            axis_name,
-            monitor,
-            loss_scale,
-        ),
+        Accumulator(step, followed_by, wrapped, map_inner, gathering),
     )

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import optax
 
 from optax_accum import _validation
-from optax_accum._axis import AxisName
-from optax_accum._loss_scale import DynamicLossScale
+from optax_accum._gathering import Gathering
 
 
 class Accumulator(NamedTuple):
@@ -17,11 +16,7 @@ class Accumulator(NamedTuple):
     followed_by: Callable[..., optax.GradientTransformationExtraArgs]  # with more behind its gate
     wrapped: Callable[..., optax.GradientTransformationExtraArgs]  # with fn(inner) for its inner
     map_inner: Callable[[Callable, Any], Any]  # (fn, state): with fn(state) of that inner
-    averaged: frozenset[str]  # extra args that it averages
-    normalize: str
-    axis_name: AxisName | None
-    monitor: bool
-    loss_scale: DynamicLossScale | None
+    gathering: Gathering
 
 
 def accumulator_in(tx: optax.GradientTransformation) -> Accumulator | None:

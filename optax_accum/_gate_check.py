@@ -17,7 +17,7 @@ def check_gate(tx, params, gradients, num_microbatches, normalize) -> None:
     """Assert that what `tx` has before or around its accumulators does not see micro-steps."""
     accumulator = accumulator_in(tx)
     extra_args = dict.fromkeys(
-        {"value"} if accumulator is None else {"value", *accumulator.averaged}, 1.0
+        {"value"} if accumulator is None else {"value", *accumulator.gathering.averaged}, 1.0
     )
     with_extra_args = optax.with_extra_args_support(tx)
     update = jax.jit(lambda g, state: with_extra_args.update(g, state, params, **extra_args))
@@ -33,10 +33,10 @@ def check_gate(tx, params, gradients, num_microbatches, normalize) -> None:
             "tx must hold no optax.MultiSteps, which is an accumulator of its own: put"
             f" accumulate({num_microbatches}, ...) in its place."
         )
-    if accumulator is not None and accumulator.normalize != normalize:
+    has = normalize if accumulator is None else accumulator.gathering.normalize
+    if has != normalize:
         raise AssertionError(
-            f"tx has normalize={accumulator.normalize!r}, and the window was compared with"
-            f" {normalize!r}."
+            f"tx has normalize={has!r}, and the window was compared with {normalize!r}."
         )
     size = lambda gradient: norm(np.concatenate(vectors(gradient)))
     first, *others = sorted(gradients, key=size, reverse=True)

@@ -42,7 +42,7 @@ class Gathering:
         return {
             **({"averages": averages} if averages else {}),
             **(_monitor.new_extras() if self.monitor else {}),
-            **({} if self.loss_scale is None else self.loss_scale.new_extras()),
+            **({} if self.loss_scale is None else _loss_scale.new_extras(self.loss_scale)),
         }
 
     def sum_dtype(self, leaf: Any) -> Any:
@@ -64,13 +64,13 @@ class Gathering:
         """The same with a micro-step, and whether it was accepted."""
         total, (window_weight, sums) = self.held(state, gradients)
         w, scale, value_scale = weights(weight, self.normalize, window_weight.dtype)
-        unscale = _loss_scale.unscaling(state.extras)
+        unscale = _loss_scale.unscaling(state)
 
         accepted = weight is None or is_counted(w)
         if self.loss_scale is not None:
             overflow = _loss_scale.is_overflow(gradients)
             sums["overflows"] += overflow
-            accepted &= ~(overflow | self.loss_scale.drops(sums["overflows"]))
+            accepted &= ~(overflow | self._drops(sums))
         if self.should_skip_update_fn is not None:
             seen = gradients
             if self.loss_scale is not None:
@@ -100,15 +100,14 @@ class Gathering:
                 total = jax.tree.map(lambda s: jnp.where(accepted, s, 0), total)
         if self.loss_scale is not None:
             # Where no inner is to run, a window that closes holds zeros.
-            overflows = sums.pop("overflows")
-            dropped = self.loss_scale.drops(overflows)
-            empty = lambda x: jnp.where(dropped, jnp.zeros_like(x), x)
-            total, window_weight, sums = jax.tree.map(empty, (total, window_weight, sums))
-            sums["overflows"] = overflows
+            empty = lambda x: jnp.where(self._drops(sums), jnp.zeros_like(x), x)
+            kept = {"overflows": sums["overflows"]}
+            total, window_weight, emptied = jax.tree.map(empty, (total, window_weight, sums))
+            sums = emptied | kept
         return total, Beside(window_weight, sums), accepted
 
     def _counters(self, state: AccumulateState) -> list[Any]:
-        """Integers that no other micro-step has, and no other device."""
+        """Integers that differ between micro-steps whose sums are kept, and between devices."""
         # A window without an update is no gradient step, but its micro-steps are skipped ones.
         counters: list[Any] = [state.gradient_step, state.micro_step, state.num_skipped]
         names = () if self.axis_name is None else axis_names(self.axis_name)
@@ -117,9 +116,17 @@ class Gathering:
     def is_filled(self, beside: Beside) -> Any:
         """Whether a window has something for the inner transformations."""
         filled = beside.weight > 0
-        if self.loss_scale is not None:  # of other devices' overflows a device learns only here
-            filled &= ~self.loss_scale.drops(beside.sums["overflows"])
-        return filled
+        # Of the overflows of other devices a device learns only where the window closes.
+        return filled if self.loss_scale is None else filled & ~self._drops(beside.sums)
+
+    def overflowed(self, beside: Beside) -> Any:
+        """Whether a gradient of the window was infinite or NaN, as far as that matters."""
+        return beside.sums.get("overflows", 0) > 0
+
+    def _drops(self, sums: dict[str, Any]) -> Any:
+        """Whether the window is dropped, for its overflows so far."""
+        assert self.loss_scale is not None
+        return (sums["overflows"] > 0) & (self.loss_scale.on_overflow == "window")
 
 
 def is_buffered(state: AccumulateState, gradients: Any) -> bool:

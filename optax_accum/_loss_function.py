@@ -38,9 +38,10 @@ class LossFunction(NamedTuple):
 
         def scaled(*args):
             loss, rest = self.loss(*args)
+            if loss_scale is None:
+                return loss, (loss, rest)
             wide = jnp.promote_types(loss.dtype, jnp.float32)  # or the product might overflow
-            scaled_loss = loss if loss_scale is None else loss.astype(wide) * loss_scale
-            return scaled_loss, (loss, rest)
+            return loss.astype(wide) * loss_scale, (loss, rest)
 
         grad_fn = jax.grad(scaled, self.argnums, has_aux=True)
         gradients, (loss, rest) = grad_fn(*args)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum import _call_validation, _validation
-from optax_accum._state import accumulate_states
+from optax_accum._state import AccumulateState, accumulate_states
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,14 +21,17 @@ class DynamicLossScale:
 
         S = Σ wᵢ L gᵢ,   inner sees S / (L W)
 
-    A micro-step *overflows* if one of its gradients is infinite or NaN. It counts as rejected, and
-    L changes at the end of its window only, by what happened on all devices:
+    A micro-step *overflows* if one of its gradients is infinite or NaN. It counts as rejected (with
+    `"window"` so do those after it in its window), and L changes at the end of its window only,
+    by what happened on all devices:
 
         a window with overflows:    L <- max(L / factor, min_scale), once, however many there were
         growth_interval windows that updated, and none that overflowed:
                                     L <- min(L factor, max_scale)
 
-    Without an overflow a power of two for L changes nothing but what would have vanished.
+    Without an overflow a power of two for L changes nothing but what would have vanished. Take the
+    loss itself in float32, of logits in float16: else L, which its derivative begins with, is no
+    more than 65504.
 
     Attributes:
       init: L in the beginning.
@@ -76,35 +79,10 @@ class DynamicLossScale:
             raise ValueError(f"factor must be above 1, got {self.factor!r}.")
         if not self.min_scale <= self.init <= self.max_scale:
             raise ValueError(
-                "init must be from min_scale to max_scale, got"
-                f" {self.min_scale!r}, {self.init!r}, {self.max_scale!r}."
+                f"init must be from min_scale to max_scale, got init={self.init!r},"
+                f" min_scale={self.min_scale!r} and max_scale={self.max_scale!r}."
             )
         _validation.check_choice("on_overflow", self.on_overflow, ("window", "micro_batch"))
-
-    def new_extras(self) -> dict[str, Any]:
-        """What a state has for a loss scale."""
-        scale = {
-            "scale": jnp.asarray(self.init, jnp.float32),
-            "clean_windows": jnp.zeros([], jnp.int32),  # in a row, since the scale changed
-        }
-        # Those of the open window are float32, to cross devices with the gradients.
-        return {"loss_scale": scale, "overflows": jnp.zeros([], jnp.float32)}
-
-    def drops(self, overflows: jax.Array) -> Any:
-        """Whether a window with so many overflows is dropped."""
-        return (overflows > 0) & (self.on_overflow == "window")
-
-    def after(self, state: dict[str, jax.Array], overflowed: Any, updated: Any) -> dict:
-        """The scale after a call in which a window closed with overflows, or updated."""
-        scale, clean = state["scale"], state["clean_windows"]
-        clean = jnp.where(updated, optax.safe_increment(clean), clean)
-        grows = (clean >= self.growth_interval) & ~overflowed
-        lower = jnp.maximum(scale / self.factor, self.min_scale)
-        higher = jnp.minimum(scale * self.factor, self.max_scale)
-        return {
-            "scale": jnp.where(overflowed, lower, jnp.where(grows, higher, scale)),
-            "clean_windows": jnp.where(overflowed | grows, 0, clean),
-        }
 
 
 def loss_scale(opt_state: optax.OptState) -> jax.Array:
@@ -132,14 +110,41 @@ def loss_scale(opt_state: optax.OptState) -> jax.Array:
     if len(found) != 1:
         raise ValueError(
             "opt_state must hold one accumulator with loss_scale=DynamicLossScale(...); got"
-            f" {len(found)} in {len(states)} accumulators."
+            f" {len(found)} in {len(states)} accumulators. A loss has one scale: groups go inside,"
+            " as in accumulate(k, optax.partition(...), loss_scale=...)."
         )
     return found[0]["scale"]
 
 
-def unscaling(extras: dict[str, Any]) -> Any:
+def new_extras(config: DynamicLossScale) -> dict[str, Any]:
+    """What a state has for a loss scale."""
+    scale = {
+        "scale": jnp.asarray(config.init, jnp.float32),
+        "clean_windows": jnp.zeros([], jnp.int32),  # in a row, since the scale changed
+    }
+    # Overflows of the open window; float32, to cross devices with the gradients.
+    return {"loss_scale": scale, "overflows": jnp.zeros([], jnp.float32)}
+
+
+def after(config: DynamicLossScale, extras: Any, overflowed: Any, updated: Any) -> dict[str, Any]:
+    """The scale after a call in which a window closed with overflows, or updated."""
+    scale, clean = extras["loss_scale"]["scale"], extras["loss_scale"]["clean_windows"]
+    clean = jnp.where(updated, optax.safe_increment(clean), clean)
+    grows = (clean >= config.growth_interval) & ~overflowed
+    lower = jnp.maximum(scale / config.factor, config.min_scale)
+    higher = jnp.minimum(scale * config.factor, config.max_scale)
+    now = {
+        "scale": jnp.where(overflowed, lower, jnp.where(grows, higher, scale)),
+        "clean_windows": jnp.where(overflowed | grows, 0, clean),
+    }
+    return {"loss_scale": now}
+
+
+def unscaling(state: AccumulateState) -> Any:
     """What takes a scaled gradient back: 1 / L, or 1 without a scale."""
-    return 1 / extras["loss_scale"]["scale"] if "loss_scale" in extras else 1
+    if "loss_scale" not in state.extras:
+        return 1
+    return 1 / state.extras["loss_scale"]["scale"].astype(state.window_weight.dtype)
 
 
 def is_overflow(gradients: optax.Updates) -> jax.Array:

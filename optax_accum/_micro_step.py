@@ -70,7 +70,7 @@ class MicroStep:
 
     def run(self, params, opt_state, batch, rng, model_state):
         """Take a micro-batch; returns params, state, metrics and the new model state, if any."""
-        state, axis_name = accumulate_state(opt_state), self.accumulator.axis_name
+        state, axis_name = accumulate_state(opt_state), self.accumulator.gathering.axis_name
         own = self._own(opt_state, model_state)
         args = [params if axis_name is None else varying(params, axis_name)]
         args += [own] if self.model_state else []
@@ -131,7 +131,7 @@ class MicroStep:
 
         accepted = jnp.all(state.num_skipped == before.num_skipped)
         new_own = jax.tree.map(lambda new, old: jnp.where(accepted, new, old), new_own, own)
-        axis_name = self.accumulator.axis_name
+        axis_name = self.accumulator.gathering.axis_name
         if axis_name is not None:
             own = jax.tree.map(lambda x: x[None], new_own)
             opt_state = with_extras(opt_state, model_state=own)
@@ -146,14 +146,15 @@ class MicroStep:
 
     def _is_alone(self, state):
         """Whether the mean is over one micro-batch, whose weight cancels."""
-        is_mean = self.accumulator.normalize == "mean" and self.accumulator.axis_name is None
+        gathering = self.accumulator.gathering
+        is_mean = gathering.normalize == "mean" and gathering.axis_name is None
         return is_mean and state.window_sum is None and not accumulate_states(state.inner_state)
 
     def _key(self, rng, state):
         """The key of this micro-batch on this device."""
         if not self.rng:
             return None
-        axis_name = self.accumulator.axis_name
+        axis_name = self.accumulator.gathering.axis_name
         # The skipped ones too: a window of them alone is no gradient step.
         places = [state.gradient_step, state.num_skipped.reshape([]), state.micro_step]
         places += [] if axis_name is None else [lax.axis_index(axis_name)]
@@ -162,7 +163,7 @@ class MicroStep:
     def _own(self, opt_state, model_state):
         """This device's model state, which begins each window with that of all."""
         _call_validation.check_no_keys("model_state", model_state)
-        if not self.model_state or self.accumulator.axis_name is None:
+        if not self.model_state or self.accumulator.gathering.axis_name is None:
             return model_state
         own = jax.tree.map(lambda x: x[0], accumulate_state(opt_state).extras["model_state"])
         _call_validation.check_kept(

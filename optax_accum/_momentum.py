@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_accum import _validation
@@ -72,12 +73,14 @@ def accumulate_in_momentum(
     In an `optax.chain`, what stands before it sees each micro-gradient: `add_decayed_weights`
     there is exact where shares add up to 1, since the parameters stand still in a window, and
     clipping there is of each micro-batch. After it, only what holds no state and leaves zeros zero
-    is accepted: clipping there is of the update -η m.
+    is accepted: clipping there is of the update -η m. There is no reduction over devices: average
+    the gradient over them before it, in each micro-step.
 
     Args:
       every_k: Micro-steps in a window: an int of at least 1, or a schedule, a function of the
         number of gradient steps so far (int32 scalar) whose value is rounded and at least 1.
-      learning_rate: η, a number of at least 0, or a schedule of the gradient step.
+      learning_rate: η, a number of at least 0, or a schedule of the gradient step. The range of
+        arrays is not checked.
       momentum: μ, a number of at least 0 and below 1.
       accumulator_dtype: Dtype of m, complex where the parameter is. Default: the parameter's, and
         float32 where that is narrower. In bfloat16 m is rounded at random, as a sum is there.
@@ -141,8 +144,9 @@ def accumulate_in_momentum(
         del params, extra_args
         if not always_closes:
             check_followers(
-                "Nothing of this kind can run once per window here: use"
-                " accumulate(k, optax.sgd(learning_rate, momentum), what follows)."
+                "accumulate_in_momentum",
+                "Nothing holds it back there, in no chain: take accumulate(k,"
+                " optax.sgd(learning_rate, momentum), what follows).",
             )
         _check_no_weight(weight)
         _validation.state_of(state, AccumulateState)
@@ -163,9 +167,9 @@ def accumulate_in_momentum(
         accepted = is_counted(share)
         begins = accepted & (state.window_weight == 0)
 
-        decayed = jax.tree.map(lambda m: jnp.where(begins, times(m, decay, m.dtype), m), trace)
         counters = lambda: (state.gradient_step, state.micro_step, state.num_skipped)
-        trace = gathered_tree(decayed, updates, share, accepted, counters)
+        decay = jnp.where(begins, decay, 1)
+        trace = gathered_tree(trace, updates, share, accepted, counters, decay)
         window_weight = gathered(state.window_weight, share, 1, accepted)
         micro_step = state.micro_step + 1
         closes = (micro_step >= k) | _validation.scalar("flush", flush, jnp.bool_)
@@ -192,7 +196,7 @@ def accumulate_in_momentum(
 
 def _check_number(name: str, value: Any) -> None:
     """Require a hyper-parameter in its range, or an array, whose value may not be known yet."""
-    if isinstance(value, jax.Array):
+    if isinstance(value, jax.Array | np.ndarray):
         _validation.scalar(name, value, jnp.float32)
     else:
         check_hyperparam(name, value)

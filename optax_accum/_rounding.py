@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_accum._window import gathered
+from optax_accum._window import gathered, times
 
 _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 _QUIET = np.uint32(1 << 22)  # a NaN that has this bit has it in bfloat16 too
@@ -18,16 +18,25 @@ _MULTIPLIERS = np.uint32(747796405), np.uint32(2891336453)
 
 
 def gathered_tree(
-    total: Any, tree: Any, scale: Any, accepted: Any, counters: Callable[[], Sequence[Any]]
+    total: Any,
+    tree: Any,
+    scale: Any,
+    accepted: Any,
+    counters: Callable[[], Sequence[Any]],
+    decay: Any = 1,
 ) -> Any:
-    """`gathered` for each leaf; sums in bfloat16 are rounded at random, by what `counters` says."""
+    """`gathered` for each leaf of `decay * total`; sums in bfloat16 are rounded at random.
+
+    The noise is that of `counters`: two trees with the same ones, of two groups in
+    `optax.partition` say, are rounded alike.
+    """
     seed = functools.cache(lambda: seed_of(*counters()))
     leaves, treedef = jax.tree.flatten(total)
 
     def add(index, s, x):
         if s.dtype != jnp.bfloat16:
-            return gathered(s, x, scale, accepted)
-        exact = gathered(s.astype(jnp.float32), x, scale, accepted)
+            return gathered(times(s, decay, s.dtype), x, scale, accepted)
+        exact = gathered(times(s, decay, jnp.float32), x, scale, accepted)
         return rounded(exact, noise_bits(seed(), index, s.shape))
 
     xs = treedef.flatten_up_to(tree)

@@ -106,9 +106,10 @@ def make_train_step(
         "to have its updates applied behind the gate",
         "around it, write the step with tx.update and optax.apply_updates.",
     )
-    _call_validation.check_averages_of_step(accumulator.averaged)
-    _call_validation.check_mesh(mesh, accumulator.axis_name)
-    tx = accumulator.wrapped(functools.partial(applying, monitor=accumulator.monitor), ("value",))
+    gathering = accumulator.gathering
+    _call_validation.check_averages_of_step(gathering.averaged)
+    _call_validation.check_mesh(mesh, gathering.axis_name)
+    tx = accumulator.wrapped(functools.partial(applying, monitor=gathering.monitor), ("value",))
     accumulator = accumulator_in(tx)
     assert accumulator is not None
     loss = LossFunction(loss_fn, 0, has_aux, 1 if model_state else None, "model_state")
@@ -122,7 +123,7 @@ class TrainStep:
     def __init__(self, micro_step: MicroStep, init: Callable, mesh: Mesh | None):
         self._micro_step = micro_step
         self._init = init
-        self._axis_name = micro_step.accumulator.axis_name
+        self._axis_name = micro_step.accumulator.gathering.axis_name
         self._own = PartitionSpec(self._axis_name)  # each device's part, along the first axis
         self._mesh = mesh
         self._devices = set() if mesh is None else set(mesh.devices.flat)

@@ -534,13 +534,6 @@ def test_a_float32_sum_of_bfloat16_gradients_keeps_what_bfloat16_would_lose():
     for _ in range(512):
         updates, state = update(jnp.ones([], jnp.bfloat16), state)
     assert updates == 1
-    narrow = accumulate(512, accumulator_dtype=jnp.bfloat16)
-    state = narrow.init(params)
-    update = jax.jit(narrow.update)
-    for _ in range(512):
-        updates, state = update(jnp.ones([], jnp.bfloat16), state)
-    # To nearest it would be stuck at 256; at random it is right on average.
-    assert 0.8 < updates < 1.2
 
 
 def test_float64_windows_keep_float64():

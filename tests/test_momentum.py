@@ -108,7 +108,7 @@ def test_of_small_integers_it_is_so_bit_for_bit(seed, structure, dtypes, k):
 @given(laws.seeds, laws.structures, laws.dtypes, st.integers(2, 5))
 def test_off_the_boundary_updates_are_zeros_that_change_no_bit(seed, structure, dtypes, k):
     rng = np.random.default_rng(seed)
-    params = jax.tree.map(lambda x: x - x * 2, laws.small_integers(rng, structure, dtypes, 0, 2))
+    params = jax.tree.map(jnp.negative, laws.small_integers(rng, structure, dtypes, 0, 2))
     gradients = [laws.small_integers(rng, structure, dtypes) for _ in range(2 * k - 1)]
     seen, _ = history(accumulate_in_momentum(k, 0.5, 0.5), params, gradients)
     for updates in seen[: k - 1] + seen[k:]:
@@ -330,7 +330,8 @@ def test_what_would_run_in_every_micro_step_behind_it_is_refused(make, follower)
     tx = make(accumulate_in_momentum(2, 0.5, 0.9), follower)
     state = tx.init(PARAMS)
     with pytest.raises(
-        ValueError, match=r"transformation 1 .* comes after .* use accumulate\(k, optax.sgd"
+        ValueError,
+        match=r"transformation 1 .* comes after accumulate_in_momentum.* take accumulate",
     ):
         tx.update(PARAMS, state, PARAMS)
     each = make(accumulate_in_momentum(1, 0.5, 0.9), follower)  # always at a boundary
@@ -479,3 +480,20 @@ def test_what_asks_for_a_gate_says_what_to_write_instead():
         flush(tx, tx.init(PARAMS), PARAMS)
     with pytest.raises(TypeError, match=r"write the step with tx.update"):
         make_train_step(lambda params, batch: 0.0, tx)
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.999])
+def test_in_bfloat16_the_momentum_is_right_on_average(momentum):
+    params, windows = jnp.zeros(1 << 13), 200
+    gradients = jax.random.normal(jax.random.key(0), (windows, 1)) * 0.1 + 0.37
+
+    def last(**options):
+        tx = accumulate_in_momentum(1, 1.0, momentum, **options)
+        step = lambda state, g: (tx.update(jnp.broadcast_to(g, params.shape), state)[1], None)
+        state, _ = jax.lax.scan(step, tx.init(params), gradients)
+        return np.asarray(state.inner_state.trace, np.float64)
+
+    got = last(accumulator_dtype=jnp.bfloat16)
+    error = got.std() / got.size**0.5
+    assert 0 < error < 1e-3 * abs(got.mean())
+    assert abs(got.mean() - last().mean()) < 4 * error

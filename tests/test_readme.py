@@ -36,15 +36,18 @@ def test_the_readme_is_short_and_names_every_file_of_the_package():
         assert f"`optax_accum/{file.name}`" in README
 
 
+def anchors(text):
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
 @pytest.mark.parametrize(("text", "folder"), [(README, ROOT), (EXAMPLES, ROOT / "examples")])
 def test_pictures_and_links_lead_somewhere(text, folder):
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
     for target in re.findall(r"\]\(([^)]+)\)", text):
-        if target.startswith("#"):
-            assert target[1:] in anchors
-        else:
-            assert (folder / target).is_file(), target
+        path, _, anchor = target.partition("#")
+        file = folder / path
+        assert not path or file.is_file(), target
+        assert not anchor or anchor in anchors(file.read_text() if path else text), target
 
 
 def test_all_that_is_exported_is_documented():

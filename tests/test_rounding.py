@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from optax_accum import accumulate, microbatch_value_and_grad
+from optax_accum import accumulate, make_train_step, microbatch_value_and_grad
 from optax_accum._rounding import noise_bits, rounded, seed_of
 from optax_accum.testing import collectives
 
@@ -298,6 +298,19 @@ def test_a_window_in_bfloat16_is_right_on_average_and_takes_half_the_memory(weig
     assert abs(others[-1] - want) < 4 * error
     nbytes = lambda state: sum(s.nbytes for s in jax.tree.leaves(state.window_sum))
     assert 2 * nbytes(start) == nbytes(accumulate(k).init(params))
+
+
+def test_a_train_step_takes_less_memory_with_a_sum_in_bfloat16():
+    params = {str(i): jnp.ones((256, 256)) for i in range(8)}
+    loss_fn = lambda params, x: sum(jnp.sum(p * x.mean()) for p in params.values())
+
+    def peak(**options):
+        step = make_train_step(loss_fn, accumulate(4, optax.adam(1e-3), **options))
+        memory = step.lower(params, step.init(params), jnp.ones(8)).compile().memory_analysis()
+        return memory.argument_size_in_bytes + memory.temp_size_in_bytes
+
+    size = 8 * 256 * 256 * 4
+    assert peak(accumulator_dtype=jnp.bfloat16) < peak() - 0.45 * size
 
 
 def test_a_window_in_bfloat16_goes_on_bit_for_bit_and_differs_from_the_next():
