@@ -76,7 +76,8 @@ def accumulate(
         each sum is rounded at random to one of its neighbours, so that its expectation is the sum
         (a reduction over devices rounds to nearest). Where updates are wider than S, a call needs
         room for them beside it; a train step does not.
-      emit_dtype: Dtype of what `inner` sees. Default: the gradient's.
+      emit_dtype: Dtype of what `inner` sees. Default: the gradient's, and with a `loss_scale` at
+        least float32.
       should_skip_update_fn: `fn(gradients, gradient_step, params) -> (bool [], info)`, such as
         `optax.skip_not_finite`: a micro-step for which it says True counts as one of weight 0.
         The info is dropped.
@@ -96,8 +97,9 @@ def accumulate(
         micro-step, all else at the boundary. `value=`, where it is passed, is the loss.
       loss_scale: A `DynamicLossScale`, for gradients of the loss times
         `optax_accum.loss_scale(opt_state)`: what `inner`, `should_skip_update_fn` and the monitor
-        see is divided by it; what stands before the accumulator in a `chain` sees scaled gradients.
-        A micro-step whose gradient is infinite or NaN counts as rejected.
+        see is divided by it. A micro-step whose gradient is infinite or NaN counts as rejected,
+        whatever `should_skip_update_fn` says. What stands before the accumulator in a `chain` sees
+        scaled gradients, and hides overflows if it clips.
 
     Returns:
       A `GradientTransformationExtraArgs` with an `AccumulateState`. A window whose weights are all
@@ -230,9 +232,13 @@ def accumulate(
         flushes_inside = False if inside is None else flush
         # An accumulator inside takes the mean unrounded, and the gradients' dtypes with it.
         like = weight.like if isinstance(weight, HandedOn) else gradients
-        emitted_dtype = lambda s, g: dtype_like(
-            emit_dtype or real(jnp.result_type(g if inside is None else s)), g
-        )
+
+        def emitted_dtype(s, g):
+            dtype = real(jnp.result_type(g if inside is None else s))
+            if loss_scale is not None:  # unscaled, it might vanish in float16
+                dtype = jnp.promote_types(dtype, jnp.float32)
+            return dtype_like(emit_dtype or dtype, g)
+
         # A window of one: even a subnormal stays what it is.
         is_alone = is_micro_step and not buffered and weight is None
         is_alone &= axis_name is None and loss_scale is None
@@ -247,7 +253,7 @@ def accumulate(
             averages = beside.sums.get("averages", {})
             means = {name: value * per_weight for name, value in averages.items()}
             mean_of = factor, per_weight
-            sum_norm = _monitor.norm(total) * unscale if monitor else None
+            sum_norm = _monitor.norm(total, unscale) if monitor else None
             factor = factor * unscale
             if is_alone:
                 factor, means = 1, {}

@@ -22,7 +22,7 @@ def gate(predicate: Any, emit: Callable, hold: Callable, *operands: Any) -> Any:
 
 def emit_or_hold(
     predicate: Any, emit: Callable, total: Any, inner_state: Any, buffered: bool
-) -> tuple[optax.Updates, optax.Updates, Any]:
+) -> tuple[optax.Updates, Any, Any]:
     """Run `updates, inner_state = emit(total, inner_state)` and empty `total`, or do neither.
 
     Where the updates fit into the sums, the gate carries the sums alone and writes the updates
@@ -41,7 +41,7 @@ def emit_or_hold(
     """
     shapes = lambda total, inner_state: jax.eval_shape(emit, total, inner_state)[0]
 
-    if buffered and isinstance(predicate, Tracer):
+    if isinstance(predicate, Tracer):
         like = shapes(total, inner_state)
         if _fits(like, total):
 
@@ -57,7 +57,7 @@ def emit_or_hold(
                 lambda b, u: jnp.where(predicate, b.astype(u.dtype), nothing(u)), buffer, like
             )
             total = jax.tree.map(lambda b: jnp.where(predicate, 0, b), buffer)
-            return updates, total, inner_state
+            return updates, total if buffered else None, inner_state
 
     def write_beside(total, inner_state):
         results = emit(total, inner_state)
@@ -70,7 +70,8 @@ def emit_or_hold(
 
     def hold(total, inner_state):
         held = jax.tree.map(
-            lambda u: varying_as(u, jnp.full(u.shape, nothing(u), u.dtype)),
+            # The sharding is that of the type, where a mesh has explicit axes; else there is none.
+            lambda u: varying_as(u, jnp.full(u.shape, nothing(u), u.dtype, device=u.sharding)),
             shapes(total, inner_state),
         )
         return held, total if buffered else None, inner_state

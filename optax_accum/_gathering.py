@@ -68,7 +68,7 @@ class Gathering:
 
         accepted = weight is None or is_counted(w)
         if self.loss_scale is not None:
-            overflow = _loss_scale.is_overflow(gradients)
+            overflow = accepted & _loss_scale.is_overflow(gradients)
             sums["overflows"] += overflow
             accepted &= ~(overflow | self._drops(sums))
         if self.should_skip_update_fn is not None:
@@ -87,9 +87,9 @@ class Gathering:
             }
         if self.monitor:
             value = extra_args.get("value")
-            factors = w, scale * unscale, value_scale
+            factors = w, scale, value_scale
             sums["monitor"] = _monitor.gathered(
-                sums["monitor"], gradients, value, factors, accepted
+                sums["monitor"], gradients, unscale, value, factors, accepted
             )
         if is_buffered(state, gradients):
             add_all = functools.partial(gathered_tree, accepted=accepted)
@@ -131,4 +131,4 @@ class Gathering:
 
 def is_buffered(state: AccumulateState, gradients: Any) -> bool:
     """Whether the state has sums, be it of an empty tree."""
-    return state.window_sum is not None or not jax.tree.leaves(gradients)
+    return state.window_sum is not None or gradients is None

@@ -121,7 +121,6 @@ def accumulate_in_momentum(
     _check_number("learning_rate", learning_rate)
     _check_number("momentum", momentum)
     _validation.check_accumulator_dtype(accumulator_dtype)
-    always_closes = not callable(every_k) and every_k == 1
     sum_dtype = functools.partial(sum_dtype_of, accumulator_dtype=accumulator_dtype)
 
     def init_fn(params) -> Any:
@@ -142,12 +141,11 @@ def accumulate_in_momentum(
         updates, state, params=None, *, share=None, flush=False, weight=None, **extra_args
     ) -> Any:
         del params, extra_args
-        if not always_closes:
-            check_followers(
-                "accumulate_in_momentum",
-                "Nothing holds it back there, in no chain: take accumulate(k,"
-                " optax.sgd(learning_rate, momentum), what follows).",
-            )
+        check_followers(
+            "accumulate_in_momentum",
+            "Nothing holds it back there, in no chain: take accumulate(k,"
+            " optax.sgd(learning_rate, momentum), what follows).",
+        )
         _check_no_weight(weight)
         _validation.state_of(state, AccumulateState)
         trace = _validation.state_of(state.inner_state, optax.TraceState).trace

@@ -152,12 +152,13 @@ def new_extras() -> dict[str, dict[str, jax.Array]]:
     }
 
 
-def gathered(sums, gradients, value, factors, accepted):
+def gathered(sums, gradients, unscale, value, factors, accepted):
     """The sums of a monitor with a micro-step.
 
     Args:
       sums: Of the window so far.
       gradients: Of the micro-step.
+      unscale: What makes them those of the loss.
       value: Its loss, or None.
       factors: wᵢ, and what the gradient and the loss are multiplied by.
       accepted: Whether it counts.
@@ -166,7 +167,7 @@ def gathered(sums, gradients, value, factors, accepted):
     # Its mean gradient is gᵢ scale / wᵢ: gᵢ, or under "ratio" gᵢ / wᵢ.
     # Or XLA would widen narrow gradients once, for S and for this, and keep them.
     gradients = lax.optimization_barrier(gradients)
-    square = _square_norm(gradients) * jnp.square(jnp.asarray(scale / weight, jnp.float32))
+    square = _square_norm(gradients, unscale) * jnp.square(jnp.asarray(scale / weight, jnp.float32))
     loss = jnp.nan if value is None else _validation.scalar("value", value, jnp.float32)
     new = {
         "count": 1.0,
@@ -223,13 +224,15 @@ def report(metrics, sums, window_weight, sum_norm, mean_of, micro_steps, every_k
     return {name: jnp.asarray(value, jnp.float32) for name, value in new.items()}
 
 
-def norm(tree: Any) -> jax.Array:
-    """The root of the sum of the squares of all elements, float32 [] or wider."""
-    return jnp.sqrt(_square_norm(tree))
+def norm(tree: Any, factor: Any = 1) -> jax.Array:
+    """The root of the sum of the squares of all elements times `factor`, float32 [] or wider."""
+    return jnp.sqrt(_square_norm(tree, factor))
 
 
-def _square_norm(tree: Any) -> jax.Array:
-    square = lambda x: jnp.sum(jnp.square(jnp.abs(x.astype(_wide(x)))))
+def _square_norm(tree: Any, factor: Any) -> jax.Array:
+    # Multiplied first: the squares of gradients of a scaled loss might overflow.
+    times = lambda x: x if isinstance(factor, int) else x * factor
+    square = lambda x: jnp.sum(jnp.square(jnp.abs(times(x.astype(_wide(x))))))
     return sum(map(square, jax.tree.leaves(tree)), jnp.zeros([], jnp.float32))
 
 

@@ -362,3 +362,14 @@ def test_flush_in_a_training_loop_equals_the_short_last_batch():
     got = optax.apply_updates(params, updates)
     want, _ = laws.run(optax.adam(0.5), PARAMS, [mean(grads[:4]), grads[4]])
     laws.assert_bitwise(got, want)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("params", [{}, (), None, {"a": optax.MaskedNode()}, optax.MaskedNode()])
+def test_a_tree_without_leaves_is_accumulated_too(k, params):
+    tx = accumulate(k, optax.sgd(1.0))
+    state = tx.init(params)
+    for _ in range(k):
+        updates, state = tx.update(params, state, params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    assert state.gradient_step == 1

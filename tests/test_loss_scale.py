@@ -202,6 +202,44 @@ def test_float16_trains_as_float32_does_to_rounding_and_without_a_scale_does_not
     assert distance(train(half_loss, None)[0], want) > 0.2 * moved
 
 
+@pytest.mark.parametrize("mode", ["window", "micro_batch"])
+def test_a_micro_step_without_weight_is_no_overflow(mode):
+    tx = accumulate(2, optax.sgd(1.0), loss_scale=DynamicLossScale(8.0, on_overflow=mode))
+    gradients = [jnp.array(1.0), jnp.array(jnp.nan)]
+    params, state, _ = run(tx, jnp.zeros([]), gradients, weight=[1.0, 0.0])
+    assert params == -1.0
+    assert loss_scale(state) == 8.0
+
+
+@pytest.mark.parametrize("mode", ["window", "micro_batch"])
+def test_an_overflow_is_one_whatever_the_rule_for_skipping_says(mode):
+    config = DynamicLossScale(8.0, on_overflow=mode)
+    skip = {"should_skip_update_fn": optax.skip_not_finite}
+    tx = accumulate(2, optax.sgd(1.0), loss_scale=config, **skip)
+    params, state, _ = run(tx, jnp.zeros([]), [jnp.array(1.0), jnp.array(jnp.nan)])
+    assert params == (0.0 if mode == "window" else -1.0)
+    assert loss_scale(state) == 4.0
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_what_float16_could_not_hold_reaches_the_inner_transformation(k):
+    params = jnp.ones([], jnp.float16)
+    tx = accumulate(k, optax.scale(1024.0), loss_scale=DynamicLossScale())
+    state = tx.init(params)
+    for _ in range(k):
+        scale = loss_scale(state)
+        scaled_loss = lambda p, scale=scale: scale * p.astype(jnp.float32) * 2.0**-26
+        updates, state = tx.update(jax.grad(scaled_loss)(params), state, params)
+    assert updates == 2.0**-16
+
+
+def test_large_scales_do_not_overflow_the_monitor():
+    tx = accumulate(2, optax.sgd(1.0), monitor=True, loss_scale=DynamicLossScale(2.0**15))
+    _, state, _ = run(tx, jnp.zeros(2), [jnp.array([3e16, 4e16])] * 2)
+    metrics = window_metrics(state)
+    np.testing.assert_allclose([metrics["grad_norm"], metrics["micro_grad_norm"]], 5e16, rtol=1e-6)
+
+
 def test_a_scale_too_high_comes_down_by_itself():
     params, batch = network(np.random.default_rng(1))
     step = make_train_step(
@@ -325,7 +363,7 @@ def test_windows_of_windows_take_the_scale_outside():
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_it_is_one_trace_and_keeps_its_dtypes_and_no_memory(k):
+def test_it_is_one_trace_and_keeps_its_dtypes(k):
     params = {"a": jnp.ones((64, 1024)), "b": jnp.ones((64, 1024), jnp.float16)}
     tx = accumulate(k, optax.sgd(0.5, momentum=0.5), loss_scale=DynamicLossScale())
     state = tx.init(params)
@@ -345,13 +383,27 @@ def test_it_is_one_trace_and_keeps_its_dtypes_and_no_memory(k):
         assert jax.eval_shape(lambda state=new_state: state) == shapes
     assert len(traces) == 1
 
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+def test_it_keeps_the_gradient_and_nothing_else(k, dtype):
+    params = {"a": jnp.ones((64, 1024)), "b": jnp.ones((64, 1024), dtype)}
+
     def temp_bytes(config):
-        tx = accumulate(4, optax.adam(0.5), loss_scale=config)
-        step = jax.jit(tx.update, donate_argnums=(0, 1))
-        compiled = step.lower(params, tx.init(params), params).compile()
+        tx = accumulate(k, optax.sgd(0.5), loss_scale=config, emit_dtype=jnp.float32)
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(params, state, x):
+            gradients = jax.tree.map(lambda p: p * x.astype(p.dtype), params)
+            updates, state = tx.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+        compiled = step.lower(params, tx.init(params), jnp.ones([])).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    assert temp_bytes(DynamicLossScale()) <= temp_bytes(None) + 4096
+    # The gradient is kept until it is known to be finite.
+    gradients = 64 * 1024 * (4 + jnp.dtype(dtype if k > 1 else jnp.float32).itemsize)
+    assert temp_bytes(DynamicLossScale()) <= temp_bytes(None) + gradients + 8192
 
 
 def test_it_goes_on_bit_for_bit_from_any_micro_step():
@@ -378,6 +430,9 @@ def test_it_goes_on_bit_for_bit_from_any_micro_step():
             "init must be from min_scale to max_scale, got init=1073741824.0, min_scale=1.0",
         ),
         ({"factor": 1.0}, "factor must be above 1, got 1.0"),
+        ({"factor": 1 + 1e-9}, "factor must be above 1, got 1.000000001"),
+        ({"max_scale": 1e40}, r"max_scale must be within the range of float32, got 1e\+40"),
+        ({"min_scale": 1e-40}, "min_scale must be within the range of float32, got 1e-40"),
         ({"growth_interval": 0}, "growth_interval must be an int of at least 1, got 0"),
         ({"min_scale": -1.0}, "min_scale must be a finite number above 0, got -1.0"),
         ({"on_overflow": "raise"}, "on_overflow must be one of 'window', 'micro_batch'; got"),

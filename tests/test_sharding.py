@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from optax_accum import (
+    DynamicLossScale,
     accumulate,
     chain,
     flush,
@@ -603,3 +604,23 @@ def test_what_varies_already_stays_as_it_is():
     out = mapped(jnp.arange(8.0))
     np.testing.assert_array_equal(out["x"], np.arange(8))
     np.testing.assert_array_equal(out["y"], np.ones(8))
+
+
+@pytest.mark.parametrize(
+    ("k", "options"),
+    [
+        (2, {"accumulator_dtype": jnp.bfloat16}),
+        (1, {"loss_scale": DynamicLossScale(1.0)}),
+        (1, {"should_skip_update_fn": optax.skip_not_finite}),
+    ],
+)
+def test_what_a_gate_writes_beside_the_sums_is_sharded_as_the_parameters_are(k, options):
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        params = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data")))
+        tx = accumulate(k, optax.sgd(1.0), **options)
+        state = jax.jit(tx.init)(params)
+        for _ in range(k):
+            updates, state = jax.jit(tx.update)(params, state, params)
+        assert updates.sharding.spec[0] == "data"
+        np.testing.assert_array_equal(updates, -np.ones((8, 4)))
