@@ -1,13 +1,14 @@
 """What articles claim about gradient accumulation, tried on CIFAR-10.
 
     python examples/claims.py
-        22 cells of 12,000 images: TODO minutes on two CPU cores; of one seed, so it cannot tell
+        22 cells of 12,000 images: some minutes on two CPU cores; of one seed, so it cannot tell
 
     python examples/claims.py --full
-        66 cells of 100,000 images, TODO; finished cells are kept: run it again to go on. TODO
+        132 cells of 100,000 images, an hour or two; finished cells are kept: run it again to go on.
+        The test error at 8, 64 and 256 is 45, 49 and 58 %
 
     python examples/claims.py --full --time
-        seconds of an epoch of 64x4, 256x1 and 64x1, which take turns: TODO minutes
+        seconds of an epoch of 64x4, 256x1 and 64x1, which take turns; let nothing else run
 
     python examples/claims.py --full --again 64x4/sgd/x1/cosine/0
         one cell once more, beside the figure that was kept
@@ -175,7 +176,7 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--full", action="store_true", help="all of the data set, and three seeds")
+    parser.add_argument("--full", action="store_true", help="all of the data set, and six seeds")
     parser.add_argument(
         "--cells",
         type=lambda text: [parse_cell(cell) for cell in text.split(",")],
@@ -187,18 +188,19 @@ def parse_args(argv=None):
     add_options(parser)
     parser.add_argument("--train-size", type=positive, help="(default: 6000; 50000 with --full)")
     parser.add_argument("--test-size", type=positive, help="(default: 1000; 10000 with --full)")
-    parser.add_argument("--seeds", type=positive, help="(default: 1; 3 with --full)")
+    parser.add_argument("--seeds", type=positive, help="(default: 1; 6 with --full)")
     parser.add_argument("--epochs", type=positive, default=2)
     args = parser.parse_args(argv)
     for name, quick, full in (
         ("train_size", 6_000, 50_000),
         ("test_size", 1_000, 10_000),
-        ("seeds", 1, 3),
+        ("seeds", 1, 6),
     ):
         if getattr(args, name) is None:
             setattr(args, name, full if args.full else quick)
     cells = [args.again] if args.again else args.cells or grid(args)
-    largest = max(cell.setting.arm.effective_batch for cell in cells)
+    arms = map(parse_arm, TIMED) if args.time else [cell.setting.arm for cell in cells]
+    largest = max(arm.effective_batch for arm in arms)
     if args.train_size < largest:
         parser.error(
             f"argument --train-size: must be at least {largest}, the largest window, got"
