@@ -1,9 +1,8 @@
 """What a micro-step costs: this library, `acc += g` (the floor) and `optax.MultiSteps`.
 
-    python benchmarks/cost.py --cases "adam 20x1M" "adam 400x10k"    # 80 seconds on two CPU cores
-    python benchmarks/cost.py                             # Muon too: fourteen minutes
+    python benchmarks/cost.py --cases "adam 20x1M" "momentum 20x1M"    # two minutes on two CPU cores
+    python benchmarks/cost.py                             # 400 leaves and Muon too: half an hour
     python benchmarks/cost.py --runs 1 --cases "adam 20x1M"
-    python benchmarks/cost.py --cases "momentum 20x1M" "momentum 400x10k"
 
 Each row is one jitted call per micro-step with params and state donated and `apply_updates`
 inside, k=8. A run takes the median over its micro-steps, off the boundary; the methods take turns

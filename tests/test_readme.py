@@ -10,6 +10,8 @@ import optax
 import pytest
 
 import batchnorm_vs_groupnorm
+import claims
+import claims_table
 import contrastive
 import laws
 import memory_claims
@@ -72,6 +74,15 @@ def test_the_table_of_norms_is_that_of_the_committed_results():
     assert batchnorm_vs_groupnorm.table(rows).split("\n\n")[0] in EXAMPLES
     errors = batchnorm_vs_groupnorm.mean_errors(rows)
     assert max(errors["batch", 64][0], errors["group", 64][0]) < 45  # or they learned too little
+
+
+def test_the_tables_of_claims_are_those_of_the_committed_results():
+    rows, timed = (
+        json.loads((RESULTS / name).read_text()) for name in ("claims.json", "claims_time.json")
+    )
+    assert {row["cell"] for row in rows} == {*map(str, claims.grid(claims.parse_args(["--full"])))}
+    assert claims_table.table(rows, timed) in EXAMPLES
+    assert claims_table.errors_table(rows) in EXAMPLES
 
 
 def test_the_tables_of_memory_are_those_of_the_committed_results():
