@@ -1,7 +1,7 @@
 """What a micro-step costs: this library, `acc += g` (the floor) and `optax.MultiSteps`.
 
-    python benchmarks/cost.py --cases "adam 20x1M" "momentum 20x1M"    # two minutes on two CPU cores
-    python benchmarks/cost.py                             # 400 leaves and Muon too: half an hour
+    python benchmarks/cost.py --cases "adam 20x1M" "momentum 20x1M"   # two minutes on two CPU cores
+    python benchmarks/cost.py   # all; hundreds of leaves and Muon take minutes each to compile
     python benchmarks/cost.py --runs 1 --cases "adam 20x1M"
 
 Each row is one jitted call per micro-step with params and state donated and `apply_updates`
