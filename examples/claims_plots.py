@@ -33,6 +33,10 @@ def draw(rows, timed, data, path):
     of_points.set_xlabel("difference by seed, %-points (95 %)")
     of_points.legend()
     forest(of_ratios, ratios)
+    of_ratios.set_xscale("log")
+    of_ratios.set_xticks([0.9, 1, 1.1, 1.5, 2, 3, 4], minor=False)
+    of_ratios.xaxis.set_major_formatter("{x:g}")
+    of_ratios.xaxis.set_minor_locator(NullLocator())
     of_ratios.set_xlabel("ratio by seed or round (95 %)")
     figure.suptitle(f"Claims about accumulation: {data}")
     figure.savefig(path, dpi=100)
@@ -73,7 +77,9 @@ def forest(axis, found):
         colour = COLOURS[finding.verdict]
         axis.plot(ends, (i, i), "|-", color=colour)
         axis.plot(mean, i, "o", color=colour)
-    axis.axvline(any(finding.is_ratio for finding in found), color="black", linewidth=0.8)
+    axis.axvline(
+        1.0 if any(finding.is_ratio for finding in found) else 0.0, color="black", linewidth=0.8
+    )
     axis.set_yticks(range(len(found)), [f"{f.claim}: {f.verdict}" for f in found])
     axis.set_ylim(max(len(found), 1) - 0.5, -0.5)  # the first on top
     axis.grid(alpha=0.3)

@@ -141,9 +141,11 @@ class Finding(NamedTuple):
 
 def fluctuation(row):
     """How far a point of the curve is from a smooth one, in %-points, in its second half."""
-    steps = np.diff([100 * point["test_error"] for point in row["curve"]])
-    # Of two points, each so far from the curve, the difference has twice the mean square.
-    return float(np.sqrt(np.mean(steps[len(steps) // 2 :] ** 2) / 2))
+    errors = [100 * point["test_error"] for point in row["curve"]]
+    # Second differences know no trend; of points each so far from it they have six times the mean
+    # square.
+    bends = np.diff(errors[len(errors) // 2 :], n=2)
+    return float(np.sqrt(np.mean(bends**2) / 6))
 
 
 ERROR, AVERAGED, SHARPNESS = "test error", "test error of averaged weights", "sharpness"
@@ -155,7 +157,7 @@ MEASURES = {  # of a row
 }
 
 
-def less(values, others):
+def differences_of(values, others):
     """Differences by seed, of the seeds that both have."""
     return {seed: values[seed] - others[seed] for seed in sorted(values.keys() & others.keys())}
 
@@ -164,12 +166,12 @@ class Rows:
     """The rows of a run, by setting and seed."""
 
     def __init__(self, rows):
-        self.of = {}
+        self.by_setting = {}
         for row in rows:
-            self.of.setdefault(row["cell"].rpartition("/")[0], {})[row["seed"]] = row
+            self.by_setting.setdefault(row["cell"].rpartition("/")[0], {})[row["seed"]] = row
 
     def values(self, setting, measure=ERROR):
-        rows = self.of.get(str(setting), {})
+        rows = self.by_setting.get(str(setting), {})
         return {seed: MEASURES[measure](row) for seed, row in rows.items()}
 
     def best(self, settings):
@@ -178,28 +180,28 @@ class Rows:
         return min(settings, key=mean)
 
     def compare(self, claim, rule, setting, other, measure=ERROR):
-        differences = less(self.values(setting, measure), self.values(other, measure))
+        differences = differences_of(self.values(setting, measure), self.values(other, measure))
         is_ratio = measure == SHARPNESS
         ran = f"{measure}: {setting.label} {'over' if is_ratio else 'less'} {other.label}"
         return Finding(claim, ran, rule, list(differences.values()), is_ratio)
 
     def rate(self, name, rate):
         """What claim 5 is judged by, for a rate so many times as high."""
-        claim, effects = f"5. the rate should grow with {name}", []
+        claim, effects = f"5. a higher rate is better, by {name}", []
         for setting in (ACCUMULATED, BIG):
             scaled = setting._replace(rate=rate)
             yield self.compare(f"{claim}, {setting.arm}", below, scaled, setting)
-            effects.append(less(self.values(scaled), self.values(setting)))
+            effects.append(differences_of(self.values(scaled), self.values(setting)))
         yield Finding(
-            f"{claim}, for {ACCUMULATED.arm} as for {BIG.arm}",
+            f"{claim}: as much for {ACCUMULATED.arm} as for {BIG.arm}",
             f"what rate x{rate} does to the {ERROR}: {ACCUMULATED.arm} less {BIG.arm}",
             alike,
-            list(less(*effects).values()),
+            list(differences_of(*effects).values()),
         )
 
     def averaging(self, setting):
         """What claim 7 is judged by."""
-        differences = less(self.values(setting, AVERAGED), self.values(setting))
+        differences = differences_of(self.values(setting, AVERAGED), self.values(setting))
         ran = f"{AVERAGED} less that of the last: {setting.label}"
         claim = f"7. averaging the last weights helps, {setting.label}"
         return Finding(claim, ran, below, list(differences.values()))
@@ -236,14 +238,33 @@ def findings(rows, timed=()):
         *(finding for row in timed for finding in time_findings(row)),
         *of.rate("the root of k", ROOT),
         *of.rate("k", LINEAR),
-        of.compare("6. momentum 0.85 is better than 0.9", below, LESS_MOMENTUM, ACCUMULATED),
+        *(
+            of.compare(
+                f"5. k times the rate is better than the root, {setting.arm}",
+                below,
+                setting._replace(rate=LINEAR),
+                setting._replace(rate=ROOT),
+            )
+            for setting in (ACCUMULATED, BIG)
+        ),
+        of.compare(
+            "5. with k times the rate 256 ends like 64",
+            alike,
+            BIG._replace(rate=LINEAR),
+            SMALL_BIG,
+        ),
+        of.compare(
+            "6. momentum 0.85 is better than 0.9, at one rate", below, LESS_MOMENTUM, ACCUMULATED
+        ),
         *map(of.averaging, (CONSTANT, LARGER_K, LONG_WARM_UP)),
         calmer("8. k = 8 calms the validation curve of k = 4", setting=LARGER_K),
         calmer("9. a longer warm-up calms it", setting=LONG_WARM_UP),
         as_sharp("10. accumulation is as sharp as the small batch", other=SMALL),
         as_sharp("10. accumulation is as sharp as the big batch", other=SMALL_BIG),
         of.compare(
-            "11. LAMB is better than Adam at 2048, both at their best", below, *best_of_each
+            "11. LAMB is better than Adam at 2048, each at the best of three rates",
+            below,
+            *best_of_each,
         ),
     ]
     return [finding for finding in found if finding.differences]
@@ -261,11 +282,11 @@ def errors_table(rows):
     """Test error by setting, with standard errors."""
     of = Rows(rows)
     lines = ["| setting | updates | test error, % | of averaged weights |", "|---|---|---|---|"]
-    for setting in filter(lambda setting: str(setting) in of.of, SETTINGS):
+    for setting in filter(lambda setting: str(setting) in of.by_setting, SETTINGS):
         shown = []
         for measure in (ERROR, AVERAGED) if setting.is_averaged else (ERROR,):
             values = list(of.values(setting, measure).values())
             shown.append(plus_minus(*mean_and_error(values)))
-        updates = next(iter(of.of[str(setting)].values()))["updates"]
+        updates = next(iter(of.by_setting[str(setting)].values()))["updates"]
         lines.append(f"| {setting.label} | {updates} | {' | '.join([*shown, ''][:2])} |")
     return "\n".join(lines)

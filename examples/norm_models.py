@@ -95,7 +95,7 @@ class SyncTrainer(Trainer):
     def __init__(self, model, arm, tx):
         super().__init__(model, arm, tx)
         self.train_step = make_train_step(
-            lambda params, rest, batch: self._loss(params, rest, *batch),
+            lambda params, rest, batch: self.loss(params, rest, *batch),
             chain(accumulate(arm.every_k, axis_name="data"), tx),
             model_state=True,
             mesh=jax.make_mesh((DEVICES,), ("data",), (AxisType.Auto,)),

@@ -55,13 +55,13 @@ class Trainer:
         self.step = jax.jit(functools.partial(self._step), donate_argnums=(0, 1, 2))
         self.compiled = {}  # by the size of the micro-batch
 
-    def _loss(self, params, rest, images, labels):
+    def loss(self, params, rest, images, labels):
         model = nnx.merge(self.graph, params, rest, copy=True)  # BatchNorm writes to it
         loss = optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
         return loss, split(model)[2]
 
     def _step(self, params, rest, opt_state, images, labels):
-        grad_fn = jax.value_and_grad(self._loss, has_aux=True)
+        grad_fn = jax.value_and_grad(self.loss, has_aux=True)
         (loss, rest), grads = grad_fn(params, rest, images, labels)
         # A micro-batch counts by its examples, so that an uneven last one is no trouble.
         updates, opt_state = self.tx.update(

@@ -1,7 +1,6 @@
 """Trace-time checks of batches, of loss functions and of what they are called with."""
 
 import math
-import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -118,8 +117,8 @@ def check_count(name: str, value: Any) -> None:
 
 def check_positive(name: str, value: Any) -> None:
     """Require a finite number above 0."""
-    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_real or not 0 < float(value) < math.inf:
+    is_real = isinstance(value, int | float | np.integer | np.floating)
+    if not is_real or isinstance(value, bool) or not 0 < value < math.inf:
         raise ValueError(f"{name} must be a finite number above 0, got {value!r}.")
 
 

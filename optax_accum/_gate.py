@@ -37,7 +37,8 @@ def emit_or_hold(
       buffered: whether `total` lives on, in the state.
 
     Returns:
-      The updates (or nothing to add), the sums (or zeros) and the inner state.
+      The updates (or nothing to add), the sums (or zeros; None if not `buffered`) and the inner
+      state.
     """
     shapes = lambda total, inner_state: jax.eval_shape(emit, total, inner_state)[0]
 

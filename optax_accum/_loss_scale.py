@@ -11,7 +11,7 @@ import optax
 from optax_accum import _call_validation, _validation
 from optax_accum._state import AccumulateState, accumulate_states
 
-_TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+_LARGEST = 2.0**126  # of a scale that float32 can divide by too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +77,8 @@ class DynamicLossScale:
     def __post_init__(self):
         for name in ("init", "factor", "min_scale", "max_scale"):
             _call_validation.check_positive(name, value := getattr(self, name))
-            if not _TINY <= value <= _LARGEST:
-                raise ValueError(f"{name} must be within the range of float32, got {value!r}.")
+            if not 1 / _LARGEST <= value <= _LARGEST:
+                raise ValueError(f"{name} must be from 2**-126 to 2**126, got {value!r}.")
         _call_validation.check_count("growth_interval", self.growth_interval)
         if np.float32(self.factor) <= 1:
             raise ValueError(f"factor must be above 1, got {self.factor!r}.")
@@ -135,7 +135,7 @@ def after(config: DynamicLossScale, extras: Any, overflowed: Any, updated: Any) 
     """The scale after a call in which a window closed with overflows, or updated."""
     scale, clean = extras["loss_scale"]["scale"], extras["loss_scale"]["clean_windows"]
     clean = jnp.where(updated, optax.safe_increment(clean), clean)
-    grows = (clean >= min(config.growth_interval, 2**31 - 1)) & ~overflowed
+    grows = updated & ~overflowed & (clean >= min(config.growth_interval, 2**31 - 1))
     lower = jnp.maximum(scale / config.factor, config.min_scale)
     higher = jnp.minimum(scale * config.factor, config.max_scale)
     now = {

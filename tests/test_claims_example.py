@@ -88,7 +88,7 @@ def test_a_cell_trains_and_its_row_has_what_the_table_reads(setting):
     assert row["updates"] == 2 * size // setting.arm.effective_batch
     assert row["curve"][-1] == {"updates": row["updates"], "test_error": row["test_error"]}
     assert ("averaged_test_error" in row) == setting.is_averaged
-    measures = [claims_table.ERROR, "fluctuation"]
+    measures = [claims_table.ERROR]
     measures += [claims_table.AVERAGED] * setting.is_averaged
     measures += [claims_table.SHARPNESS] * setting.has_sharpness
     for measure in measures:
@@ -148,7 +148,7 @@ def test_the_table_judges_the_differences_within_a_seed():
             rows.append(made_up(setting, seed, 0.5 + 0.02 * i + 0.1 * seed + 1e-4 * seed * (i % 2)))
     timed = [{"seconds": {"64x4": [8.0, 4.1], "256x1": [2.0, 1.0], "64x1": [8.0, 4.0]}}]
     found = {finding.claim: finding for finding in claims_table.findings(rows, timed)}
-    assert len(found) == 21
+    assert len(found) == 24
     first = found["1. 8 x 4 generalises like 32"]
     np.testing.assert_allclose(first.differences, [-2, -2.01, -2.02])
     assert (first.verdict, str(first)) == (NO, "-2.01 (-2.03 to -1.99)")
@@ -178,10 +178,13 @@ def test_the_table_judges_the_differences_within_a_seed():
     assert claims_table.findings([]) == []
 
 
-def test_fluctuation_is_that_of_the_second_half():
-    errors = [0.9, 0.1, 0.5, 0.5, 0.52, 0.5, 0.52]
-    row = {"curve": [{"test_error": error} for error in errors]}
-    assert claims_table.fluctuation(row) == pytest.approx(2 / 2**0.5)
+def test_fluctuation_is_the_noise_of_the_second_half_without_its_trend():
+    straight = 0.5 - 0.01 * np.arange(10)
+    noise = np.random.default_rng(0).normal(size=2000) * 0.02
+    curve_of = lambda errors: {"curve": [{"test_error": error} for error in errors]}
+    assert claims_table.fluctuation(curve_of([0.9, 0.1, *straight])) == pytest.approx(0, abs=1e-9)
+    falling = np.linspace(0.6, 0.4, 2000)
+    assert claims_table.fluctuation(curve_of(falling + noise)) == pytest.approx(2, rel=0.1)
 
 
 # The command.

@@ -133,6 +133,19 @@ def test_it_recovers_after_it_has_fallen_to_its_bound():
     assert params == -10.0
 
 
+def test_a_lower_growth_interval_takes_effect_where_a_window_closes():
+    make = lambda interval: accumulate(
+        3, optax.sgd(1.0), loss_scale=DynamicLossScale(2.0, growth_interval=interval)
+    )
+    one = jnp.array(1.0)
+    params, state, _ = run(make(100), jnp.zeros([]), [one] * 10)
+    params, state, _ = run(make(2), params, [one], state)
+    assert loss_scale(state) == 2.0
+    params, state, _ = run(make(2), params, [one], state)
+    assert params == -4.0
+    assert loss_scale(state) == 4.0
+
+
 def test_windows_without_weight_are_no_clean_ones():
     tx = accumulate(1, optax.sgd(1.0), loss_scale=DynamicLossScale(4.0, growth_interval=2))
     _, state, _ = run(tx, jnp.ones([]), [jnp.ones([])] * 5, weight=[1.0, 0.0, 0.0, 0.0, 0.0])
@@ -425,14 +438,15 @@ def test_it_goes_on_bit_for_bit_from_any_micro_step():
         ({"init": 0.0}, "init must be a finite number above 0, got 0.0"),
         ({"init": math.inf}, "init must be a finite number above 0, got inf"),
         ({"init": True}, "init must be .* got True"),
+        ({"init": 10**400}, "init must be from "),
         (
             {"init": 2.0**30},
             "init must be from min_scale to max_scale, got init=1073741824.0, min_scale=1.0",
         ),
         ({"factor": 1.0}, "factor must be above 1, got 1.0"),
         ({"factor": 1 + 1e-9}, "factor must be above 1, got 1.000000001"),
-        ({"max_scale": 1e40}, r"max_scale must be within the range of float32, got 1e\+40"),
-        ({"min_scale": 1e-40}, "min_scale must be within the range of float32, got 1e-40"),
+        ({"max_scale": 1e40}, r"max_scale must be from 2\*\*-126 to 2\*\*126, got 1e\+40"),
+        ({"min_scale": 1e-40}, "min_scale must be .*, got 1e-40"),
         ({"growth_interval": 0}, "growth_interval must be an int of at least 1, got 0"),
         ({"min_scale": -1.0}, "min_scale must be a finite number above 0, got -1.0"),
         ({"on_overflow": "raise"}, "on_overflow must be one of 'window', 'micro_batch'; got"),
