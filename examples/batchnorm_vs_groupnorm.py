@@ -33,7 +33,15 @@ import numpy as np
 import optax
 
 import norm_plots
-from cells import Results, add_options, load, mean_and_error, plus_minus, train_all
+from cells import (
+    Results,
+    add_cell_options,
+    add_options,
+    load,
+    mean_and_error,
+    plus_minus,
+    train_all,
+)
 from norm_models import DEVICES, freeze, new_trainer
 from training import Arm, commit, epoch_order, first_update_max_diff, positive
 
@@ -189,12 +197,7 @@ def parse_args(argv=None):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--full", action="store_true", help="all of the data set, and three seeds")
-    parser.add_argument(
-        "--cells",
-        type=lambda text: [parse_cell(cell) for cell in text.split(",")],
-        help="only these, with commas between (default: all that belong to the run)",
-    )
-    parser.add_argument("--again", type=parse_cell, metavar="CELL", help="run one cell once more")
+    add_cell_options(parser, parse_cell)
     add_options(parser)
     parser.add_argument("--train-size", type=positive, help="(default: 6000; 50000 with --full)")
     parser.add_argument("--test-size", type=positive, help="(default: 1000; 10000 with --full)")

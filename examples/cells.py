@@ -24,6 +24,16 @@ def add_options(parser):
     parser.add_argument("--out", default="results")
 
 
+def add_cell_options(parser, parse_cell):
+    """The options that choose cells, by `parse_cell` from their names."""
+    parser.add_argument(
+        "--cells",
+        type=lambda text: [parse_cell(cell) for cell in text.split(",")],
+        help="only these, with commas between (default: all that belong to the run)",
+    )
+    parser.add_argument("--again", type=parse_cell, metavar="CELL", help="run one cell once more")
+
+
 @functools.cache
 def _images(data, data_dir):
     return image_data.load(data, data_dir)

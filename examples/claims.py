@@ -36,7 +36,7 @@ import optax
 from flax import nnx
 
 import claims_plots
-from cells import Results, add_options, load, train_all
+from cells import Results, add_cell_options, add_options, load, train_all
 from claims_models import DIRECTIONS, RADIUS, RATES, ConvNet, new_trainer, sharpness_of
 from claims_table import SETTINGS, TIMED, Setting, errors_table, table
 from optax_accum import window_metrics
@@ -177,12 +177,7 @@ def parse_args(argv=None):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--full", action="store_true", help="all of the data set, and six seeds")
-    parser.add_argument(
-        "--cells",
-        type=lambda text: [parse_cell(cell) for cell in text.split(",")],
-        help="only these, with commas between (default: all that belong to the run)",
-    )
-    parser.add_argument("--again", type=parse_cell, metavar="CELL", help="run one cell once more")
+    add_cell_options(parser, parse_cell)
     parser.add_argument("--time", action="store_true", help="time epochs, in place of training")
     parser.add_argument("--rounds", type=positive, default=5, help="of --time, each of an epoch")
     add_options(parser)

@@ -153,15 +153,15 @@ def accumulate(
         _validation.check_outermost_axis(inside.gathering.axis_name)
         _validation.check_outermost_scale(inside.gathering.loss_scale)
         averaged = inside.gathering.averaged
-    gathering = Gathering(
-        normalize=normalize,
-        accumulator_dtype=accumulator_dtype,
-        should_skip_update_fn=should_skip_update_fn,
-        averaged=averaged,
-        axis_name=axis_name,
-        monitor=monitor,
-        loss_scale=loss_scale,
-    )
+    gathers: dict[str, Any] = {
+        "normalize": normalize,
+        "accumulator_dtype": accumulator_dtype,
+        "should_skip_update_fn": should_skip_update_fn,
+        "axis_name": axis_name,
+        "monitor": monitor,
+        "loss_scale": loss_scale,
+    }
+    gathering = Gathering(averaged=averaged, **gathers)
     may_hold = not always_closes or should_skip_update_fn is not None or loss_scale is not None
 
     def init_fn(params):
@@ -335,17 +335,7 @@ def accumulate(
         )
         return updates, new_state if axis_name is None else map_own(lambda x: x[None], new_state)
 
-    rebuilt = functools.partial(
-        accumulate,
-        every_k,
-        normalize=normalize,
-        accumulator_dtype=accumulator_dtype,
-        emit_dtype=emit_dtype,
-        should_skip_update_fn=should_skip_update_fn,
-        axis_name=axis_name,
-        monitor=monitor,
-        loss_scale=loss_scale,
-    )
+    rebuilt = functools.partial(accumulate, every_k, emit_dtype=emit_dtype, **gathers)
 
     def followed_by(*transforms):
         return rebuilt(*inner, *transforms, average_extra_args=average_extra_args)

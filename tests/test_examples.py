@@ -8,7 +8,6 @@ import io
 import json
 import re
 import socket
-import struct
 import tarfile
 import threading
 import time
@@ -22,10 +21,10 @@ import pytest
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 from matplotlib import pyplot as plt
-from tensorboardX.proto import event_pb2
 
 import cifar_flax
 import image_data
+from tensorboard_files import events
 from training import Arm, epoch_order, first_update_max_diff
 
 SAMPLE_NAME = "Fashion-MNIST sample"
@@ -389,15 +388,6 @@ def test_all_that_is_printed_names_the_batches_and_the_data(run):
     table = [line for line in lines if line.startswith(tuple(f"| {arm} " for arm in ARMS))]
     assert len(table) == len(ARMS)
     assert all(SAMPLE_NAME in line for line in table)
-
-
-def events(file):
-    """The records of a TensorBoard file: length, its CRC, an Event, its CRC."""
-    data, at = file.read_bytes(), 0
-    while at < len(data):
-        (length,) = struct.unpack_from("<Q", data, at)
-        yield event_pb2.Event.FromString(data[at + 12 : at + 12 + length])
-        at += 16 + length
 
 
 def test_tensorboard_files_hold_the_metrics(run, points):

@@ -4,7 +4,6 @@ import functools
 import math
 import pathlib
 import re
-import struct
 
 import chex
 import jax
@@ -13,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from tensorboardX.proto import event_pb2
 
 import laws
 import recipes
@@ -21,6 +19,7 @@ import recipes_data
 import recipes_memory
 import recipes_once
 from optax_accum import accumulate, chain
+from tensorboard_files import events
 
 pytestmark = pytest.mark.usefixtures("compile_quickly")
 
@@ -140,15 +139,6 @@ def test_tensorboard_has_a_point_of_each_metric_for_each_window(tmp_path):
     assert len(want) == 3 * len(points)
     assert logged == pytest.approx(want)
     assert points["loss"] == sorted(points["loss"], reverse=True)
-
-
-def events(file):
-    """The records of a TensorBoard file: length, its CRC, an Event, its CRC."""
-    data, at = file.read_bytes(), 0
-    while at < len(data):
-        (length,) = struct.unpack_from("<Q", data, at)
-        yield event_pb2.Event.FromString(data[at + 12 : at + 12 + length])
-        at += 16 + length
 
 
 # Memory.
