@@ -9,13 +9,22 @@ prints. "differs by" is the largest difference of a parameter from the big batch
 
 import argparse
 
+from recipes_ecosystem import (
+    continued_checkpoint,
+    equinox_model,
+    finite_average,
+    logged_rate,
+    schedule_free,
+)
 from recipes_memory import checkpoint, host_memory, planned_k
 from recipes_once import averaged_weights, growing_window, lamb, tensorboard, warm_up
+from recipes_privacy import differential_privacy
 from recipes_window import clip_after_window, multi_task, token_weights
 
 _ALL = (
-    *(multi_task, token_weights, clip_after_window),
+    *(multi_task, token_weights, clip_after_window, differential_privacy),
     *(warm_up, lamb, averaged_weights, growing_window, tensorboard),
+    *(finite_average, schedule_free, logged_rate, continued_checkpoint, equinox_model),
     *(checkpoint, planned_k, host_memory),
 )
 RECIPES = {recipe.__name__: recipe for recipe in _ALL}

@@ -48,10 +48,14 @@ def compiled(tx, loss_fn, weight_fn):
     return jax.jit(tx.init), jax.jit(micro_step)
 
 
-def steps(tx, params, micro_batches, loss_fn=loss_fn, weight_fn=num_examples):
-    """Train, and yield parameters and optimizer state after each micro-step."""
+def steps(tx, params, micro_batches, loss_fn=loss_fn, weight_fn=num_examples, opt_state=None):
+    """Train, and yield parameters and optimizer state after each micro-step.
+
+    Without an `opt_state` the training starts from that of `tx.init`.
+    """
     init, micro_step = compiled(tx, loss_fn, weight_fn)
-    opt_state = init(params)
+    if opt_state is None:
+        opt_state = init(params)
     for batch in micro_batches:
         params, opt_state = micro_step(params, opt_state, batch)
         yield params, opt_state

@@ -16,9 +16,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import laws
 import recipes
 import recipes_data
+import recipes_ecosystem
 import recipes_memory
 import recipes_once
-from optax_accum import accumulate, chain
+from optax_accum import accumulate, chain, has_updated
+from recipes_ecosystem import closed_window
 from tensorboard_files import events
 
 pytestmark = pytest.mark.usefixtures("compile_quickly")
@@ -33,7 +35,10 @@ def figures(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["token_weights", "lamb", "growing_window", "checkpoint", "planned_k", "host_memory"],
+    [
+        *("token_weights", "lamb", "growing_window", "checkpoint", "planned_k", "host_memory"),
+        *("finite_average", "schedule_free", "logged_rate", "continued_checkpoint"),
+    ],
 )
 def test_the_window_is_its_big_batch(name):
     assert figures(name)["differs by"] < ROUNDING
@@ -80,6 +85,24 @@ def test_a_nan_passes_through_any_clip_and_no_skip():
         assert math.isnan(found[f"NaN, {arm}"])
     for arm in ("skip NaN", "skip large"):
         assert found[f"NaN, {arm}"] < ROUNDING
+
+
+def test_clipped_examples_give_the_gradient_of_the_big_batch_without_noise():
+    found = figures("differential_privacy")
+    assert found["without noise the mean differs by"] < ROUNDING
+    assert found["the sum by"] < ROUNDING
+    assert found["without clipping by"] > 0.1
+
+
+def test_noise_behind_the_accumulator_is_that_of_the_big_batch():
+    found = figures("differential_privacy")
+    for place in ("noise of the big batch", "on the mean", "on the sum"):
+        assert found[place] == pytest.approx(1, abs=0.05), place  # of 4,320 entries: 0.011
+
+
+def test_noise_of_each_micro_batch_is_too_large_by_the_root_of_k():
+    found = figures("differential_privacy")
+    assert found["before the accumulator"] == pytest.approx(math.sqrt(4), rel=0.05)
 
 
 # What happens once per window.
@@ -139,6 +162,80 @@ def test_tensorboard_has_a_point_of_each_metric_for_each_window(tmp_path):
     assert len(want) == 3 * len(points)
     assert logged == pytest.approx(want)
     assert points["loss"] == sorted(points["loss"], reverse=True)
+
+
+# Parts of other libraries.
+
+
+def test_has_updated_moves_an_average_twice_where_apply_if_finite_calls_no_accumulator():
+    assert figures("finite_average")["by has_updated"] > 1e-3
+
+
+def test_gradient_step_tells_a_closed_window_from_a_call_that_did_not_reach_the_accumulator():
+    tx = optax.apply_if_finite(accumulate(2, optax.sgd(1.0)), 5)
+    params, states, told = jnp.ones(2), [], []
+    states.append(tx.init(params))
+    for value in (1.0, 1.0, jnp.nan, jnp.nan, 1.0, 1.0):
+        _, opt_state = tx.update(jnp.full(2, value), states[-1], params)
+        told.append((bool(has_updated(opt_state)), bool(closed_window(opt_state, states[-1]))))
+        states.append(opt_state)
+    by_has_updated, by_gradient_step = zip(*told, strict=True)
+    assert by_has_updated == (False, True, True, True, False, True)
+    assert by_gradient_step == (False, True, False, False, False, True)
+
+
+def test_schedule_free_evaluates_other_parameters_than_it_trains():
+    assert figures("schedule_free")["the training's parameters by"] > 1e-3
+
+
+def test_schedule_free_around_the_accumulator_counts_micro_steps():
+    assert figures("schedule_free")["with schedule_free outside by"] > 1e-3
+
+
+def test_schedule_free_eval_params_does_not_take_the_state_of_a_chain():
+    tx = chain(accumulate(2), optax.contrib.schedule_free(optax.sgd(0.1), 0.1))
+    opt_state = tx.init(jnp.ones(2))
+    with pytest.raises(AttributeError, match="b1"):
+        optax.contrib.schedule_free_eval_params(opt_state, jnp.ones(2))
+    evaluated = recipes_ecosystem.schedule_free_parameters(opt_state, jnp.ones(2))
+    np.testing.assert_allclose(evaluated, jnp.ones(2), rtol=1e-6)
+
+
+def test_the_logged_rate_is_that_of_the_update_and_train_state_step_gives_another():
+    found = figures("logged_rate")
+    rates = 1e-2 * (1 - np.arange(7) / 6)
+    assert found["TrainState.step"] == [4, 8, 12, 16, 20, 24]
+    np.testing.assert_allclose(found["learning rates"], rates[:6], rtol=1e-5)
+    np.testing.assert_allclose(found["of the next update"], rates[1:], rtol=1e-5, atol=1e-9)
+    assert found["by TrainState.step"][1:] == [0] * 5
+
+
+def test_a_plain_checkpoint_continues_its_moments_and_counts():
+    found = figures("continued_checkpoint")
+    assert found["with new moments by"] > 1e-3
+    assert found["gradient_step"] == 10
+
+
+@pytest.mark.parametrize("form", ["accumulate", "chain", "behind a clip"])
+def test_a_continued_state_is_that_of_the_transformation(form):
+    clip, adam, params = optax.clip(1.0), optax.adam(0.1), jnp.ones(3)
+    tx = {
+        "accumulate": accumulate(2, clip, adam),
+        "chain": chain(accumulate(2), clip, adam),
+        "behind a clip": chain(clip, accumulate(2), clip, adam),
+    }[form]
+    _, old_state = laws.run(optax.chain(clip, adam), params, [jnp.ones(3)])
+    state = recipes_ecosystem.continued_state(tx, params, old_state, 1)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, tx.init(params))
+    laws.assert_bitwise(optax.tree.get(state, "inner_state"), old_state)
+    assert optax.tree.get(state, "gradient_step") == optax.tree.get(state, "count") == 1
+
+
+def test_an_equinox_model_trains_alike_by_partition_and_by_filter():
+    found = figures("equinox_model")
+    assert found["partition differs by"] < ROUNDING
+    assert found["filter by"] < ROUNDING
+    assert found["moved by"] > 1e-3
 
 
 # Memory.
