@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import tomllib
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +37,16 @@ def test_the_readme_is_short_and_names_every_file_of_the_package():
     assert len(README.splitlines()) <= 570
     for file in (ROOT / "optax_accum").glob("_[a-z]*.py"):
         assert f"`optax_accum/{file.name}`" in README
+
+
+def test_the_extras_and_the_oldest_python_of_the_readme_are_those_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = re.findall(r"\.\[(\w+)\]'", README) + re.findall(r"`(cuda\w*)`", README)
+    assert set(named) == set(project["optional-dependencies"])
+    versions = re.findall(r"Python :: (3\.\d+)", " ".join(project["classifiers"]))
+    assert versions == ["3.11", "3.12", "3.13"]
+    assert f"Python {versions[0]} or newer" in README
+    assert project["requires-python"] == f">={versions[0]}"
 
 
 def anchors(text):
