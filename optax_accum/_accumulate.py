@@ -13,13 +13,12 @@ from optax_accum import _loss_scale, _monitor, _validation
 from optax_accum._axis import AxisName, check_local, check_shared
 from optax_accum._chain import Accumulator, accumulator_in, chain, transformation
 from optax_accum._followers import check_followers
-from optax_accum._gate import after, emit_or_hold, gate
-from optax_accum._gathering import Gathering, is_buffered
+from optax_accum._gate import after, emit_or_hold
+from optax_accum._gathering import Gathering
 from optax_accum._loss_scale import DynamicLossScale
 from optax_accum._monitor import AdaptiveEveryK
-from optax_accum._state import AccumulateState, has_updated, map_own
+from optax_accum._state import AccumulateState, accumulate_states, map_own
 from optax_accum._window import (
-    HandedOn,
     count,
     dtype_like,
     factors,
@@ -39,7 +38,7 @@ def accumulate(
     accumulator_dtype: jax.typing.DTypeLike | None = None,
     emit_dtype: jax.typing.DTypeLike | None = None,
     should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
-    average_extra_args: Sequence[str] = (),
+    average_extra_args: Sequence[str] | None = None,
     axis_name: AxisName | None = None,
     monitor: bool = False,
     loss_scale: DynamicLossScale | None = None,
@@ -61,14 +60,13 @@ def accumulate(
       gradient is NaN.
     - `flush`: bool scalar, whether to close the window with this micro-step.
 
-    Where `inner` is itself an accumulator, it receives W as its weight, and `flush`.
-
     Args:
       every_k: Micro-steps in a window: an int of at least 1, or a schedule, a function of the
         number of gradient steps so far (int32 scalar) whose value is rounded and at least 1, or
         `adaptive_every_k(...)`.
         `every_k=1` keeps no buffer and compiles to `inner` alone.
-      *inner: The transformations that run once per window, chained. None: the mean itself.
+      *inner: The transformations that run once per window, chained. None: the mean itself. No
+        accumulator may be among them, however deep: write `accumulate(a * b)`.
       normalize: `"mean"`, S / W, for the gradient of a mean loss; `"sum"`, S; `"ratio"`,
         Σ gᵢ / Σ wᵢ, for the gradient of a summed loss over wᵢ tokens.
       accumulator_dtype: Dtype of S, complex where the parameter is. Default: the parameter's, and
@@ -82,9 +80,10 @@ def accumulate(
         `optax.skip_not_finite`: a micro-step for which it says True counts as one of weight 0.
         The info is dropped.
       average_extra_args: Names of scalar extra args whose mean over the window reaches `inner`
-        instead of the last value, weighted as the gradients are (under `"ratio"` Σ vᵢ / Σ wᵢ):
-        `value=` for `optax.contrib.reduce_on_plateau`, say. Of nested accumulators the innermost
-        names them, and all average them.
+        instead of the last value, weighted as the gradients are (under `"ratio"` Σ vᵢ / Σ wᵢ).
+        Each call of `update` needs them. Default: `value`, optax's name for the loss, where a call
+        passes it: `inner` receives the mean over the micro-steps of the window that passed it, and
+        nothing from a call that does not. `()`: none.
       axis_name: Mapped axis of `jax.shard_map` or `jax.pmap`, or a tuple of them, over whose
         devices a window reaches. Each device gathers its own S and W, with a leading axis of 1
         (`state_specs` gives the PartitionSpecs); the boundary adds them up in one reduction, in
@@ -140,19 +139,14 @@ def accumulate(
     _validation.check_loss_scale(loss_scale, DynamicLossScale)
     if is_adaptive:
         _validation.check_monitored(every_k, monitor)
-    _validation.check_names("average_extra_args", average_extra_args, ("weight", "flush"))
+    if average_extra_args is not None:
+        _validation.check_names("average_extra_args", average_extra_args, ("weight", "flush"))
 
     always_closes = not is_adaptive and not callable(every_k) and every_k == 1
     tx = optax.with_extra_args_support(
         optax.identity() if not inner else inner[0] if len(inner) == 1 else chain(*inner)
     )
-    inside = accumulator_in(tx)
-    averaged = frozenset(average_extra_args)
-    if inside is not None:
-        _validation.check_averaged_inside(averaged, inside.gathering.averaged)
-        _validation.check_outermost_axis(inside.gathering.axis_name)
-        _validation.check_outermost_scale(inside.gathering.loss_scale)
-        averaged = inside.gathering.averaged
+    _validation.check_not_nested("inner", accumulator_in(tx) is not None)
     gathers: dict[str, Any] = {
         "normalize": normalize,
         "accumulator_dtype": accumulator_dtype,
@@ -161,7 +155,12 @@ def accumulate(
         "monitor": monitor,
         "loss_scale": loss_scale,
     }
-    gathering = Gathering(averaged=averaged, **gathers)
+    gathering = Gathering(
+        has_window=not always_closes,
+        averaged=frozenset(("value",) if average_extra_args is None else average_extra_args),
+        requires_averaged=average_extra_args is not None,
+        **gathers,
+    )
     may_hold = not always_closes or should_skip_update_fn is not None or loss_scale is not None
 
     def init_fn(params):
@@ -170,7 +169,15 @@ def accumulate(
         if not always_closes:
             _validation.check_inexact(params, "params")
         weight_dtype = weight_dtype_of(jax.tree.map(gathering.sum_dtype, params))
-        new_sum = lambda p: zeros(p, gathering.sum_dtype(p))
+        inner_state = tx.init(params)
+        _validation.check_not_nested("inner_state", bool(accumulate_states(inner_state)))
+        if not always_closes:
+            # A weakly typed leaf would turn strong in the first update, and cost a second trace.
+            inner_state = jax.tree.map(strongly_typed, inner_state)
+
+        def new_sum(p):
+            return zeros(p, gathering.sum_dtype(p))
+
         state = AccumulateState(
             micro_step=jnp.zeros([], jnp.int32),
             gradient_step=jnp.zeros([], jnp.int32),
@@ -179,8 +186,7 @@ def accumulate(
             window_weight=jnp.zeros([], weight_dtype),
             window_sum=None if always_closes else jax.tree.map(new_sum, params),
             extras=gathering.new_extras(weight_dtype),
-            # A weakly typed leaf would turn strong in the first update, and cost a second trace.
-            inner_state=jax.tree.map(strongly_typed, tx.init(params)),
+            inner_state=inner_state,
         )
         return state if axis_name is None else map_own(lambda x: x[None], state)
 
@@ -197,23 +203,23 @@ def accumulate(
                 check_local("gradients", gradients, axis_name)
             check_shared("flush", flush, axis_name)
             state = map_own(_validation.of_one_device, state)
-        buffered = is_buffered(state, gradients)
+        buffered = gathering.is_buffered(state, gradients)
         if buffered:
             name = "gradients" if is_micro_step else "params"
-            is_free = accumulator_dtype is not None or isinstance(weight, HandedOn)
+            is_free = accumulator_dtype is not None
             _validation.check_gradients(name, gradients, state.window_sum, any_width=is_free)
         elif not always_closes:
-            raise ValueError(
-                "a state made with every_k=1 has no buffer to gather a window in, and every_k is"
-                f" {every_k!r} now; its window is empty, so make a new state and put into its"
-                " AccumulateState the gradient_step, num_skipped and inner_state of this one."
-            )
-        may_flush = flush is not False
-        if may_flush:
+            _validation.check_has_window(every_k)
+        if flush is not False:
             flush = _validation.scalar("flush", flush, jnp.bool_)
 
+        # The mean over one micro-batch does not depend on its weight, and takes no rounding.
+        is_single = is_micro_step and not buffered and axis_name is None
+        is_single &= weight is None or normalize == "mean"
         if is_micro_step:
-            total, beside, accepted = gathering.gather(gradients, state, params, extra_args, weight)
+            total, beside, accepted = gathering.gather(
+                gradients, state, params, extra_args, weight, is_single
+            )
         else:
             total, beside = gathering.held(state, params)
             accepted = False
@@ -225,65 +231,42 @@ def accumulate(
             k = every_k.after(state.extras["metrics"])
         elif callable(every_k):
             k = _validation.scheduled_k(every_k(state.gradient_step))
-        micro_step = state.micro_step + is_micro_step
+        micro_step = state.micro_step + int(is_micro_step)
         if buffered and is_micro_step:
             closes |= micro_step >= k
-        # An accumulator inside has a window of its own to flush, even when this one is empty.
-        flushes_inside = False if inside is None else flush
-        # An accumulator inside takes the mean unrounded, and the gradients' dtypes with it.
-        like = weight.like if isinstance(weight, HandedOn) else gradients
 
-        def emitted_dtype(s, g):
-            dtype = real(jnp.result_type(g if inside is None else s))
+        def emitted_dtype(g):
+            dtype = real(jnp.result_type(g))
             if loss_scale is not None:  # unscaled, it might vanish in float16
-                dtype = jnp.promote_types(dtype, jnp.float32)
+                dtype = _validation.wider(dtype, jnp.float32)
             return dtype_like(emit_dtype or dtype, g)
-
-        # A window of one: even a subnormal stays what it is.
-        is_alone = is_micro_step and not buffered and weight is None
-        is_alone &= axis_name is None and loss_scale is None
 
         unscale = _loss_scale.unscaling(state)
 
         def emit(beside, filled, total, carry):
             """Run `inner` on a whole window."""
             inner_state, metrics = carry
-            window_weight = beside.weight
-            factor, per_weight = factors(window_weight, filled, normalize)
-            averages = beside.sums.get("averages", {})
-            means = {name: value * per_weight for name, value in averages.items()}
+            factor, per_weight = factors(beside.weight, filled, normalize)
+            means = gathering.means(beside.sums, extra_args, is_micro_step)
             mean_of = factor, per_weight
-            sum_norm = _monitor.norm(total, unscale) if monitor else None
-            factor = factor * unscale
-            if is_alone:
+            if is_single:
                 factor, means = 1, {}
-            elif monitor:
+                mean_of = 1, 1
+            factor = factor * unscale
+            sum_norm = _monitor.norm(total, unscale) if monitor else None
+            if monitor and not isinstance(factor, int):
                 factor = after(sum_norm, factor)
-            args = {**extra_args, **means}
-            mean = jax.tree.map(lambda s, g: times(s, factor, emitted_dtype(s, g)), total, like)
-            if inside is None:
-                updates, new_state = tx.update(mean, inner_state, params, **args)
-            else:
-                scale = jnp.ones_like(per_weight) if normalize == "sum" else window_weight
-                step_inside = functools.partial(
-                    inside.step,
-                    mean,
-                    params=params,
-                    extra_args=args,
-                    weight=HandedOn(window_weight, scale, like),
-                )
-                updates, new_state = gate(
-                    filled if may_flush else True,
-                    functools.partial(step_inside, flush=flush),
-                    functools.partial(step_inside, flush=True, is_micro_step=False),
-                    inner_state,
-                )
+            mean = jax.tree.map(lambda s, g: times(s, factor, emitted_dtype(g)), total, gradients)
+            updates, new_state = tx.update(mean, inner_state, params, **{**extra_args, **means})
+            if buffered:
+                new_state = in_dtypes_of(inner_state, new_state)
+            elif filled is not True:
+                _validation.check_same_structure(new_state, inner_state, dtypes_may_change=True)
             if monitor:
-                window = beside.sums["monitor"], window_weight, sum_norm, mean_of, micro_step, k
+                window = beside.sums["monitor"], beside.weight, sum_norm, mean_of, micro_step, k
                 new_metrics = _monitor.report(metrics, *window, updates, params)
-                keep = lambda new, old: jnp.where(filled, new, old)
-                metrics = jax.tree.map(keep, new_metrics, metrics)
-            return updates, (in_dtypes_of(inner_state, new_state), metrics)
+                metrics = jax.tree.map(functools.partial(jnp.where, filled), new_metrics, metrics)
+            return updates, (new_state, metrics)
 
         def reduce_and_emit(total, carry):
             """The same across devices, which alone know together if they gathered anything."""
@@ -291,11 +274,7 @@ def accumulate(
             total, of_all = lax.psum((total, beside), axis_name)
             filled = gathering.is_filled(of_all)
             updates, _, carry = emit_or_hold(
-                filled | flushes_inside,
-                functools.partial(emit, of_all, filled),
-                total,
-                carry,
-                buffered=False,
+                filled, functools.partial(emit, of_all, filled), total, carry, buffered=False
             )
             return updates, (carry, filled, gathering.overflowed(of_all))
 
@@ -304,29 +283,28 @@ def accumulate(
             filled = gathering.is_filled(beside) if buffered else accepted
             overflowed = gathering.overflowed(beside)
             updated = closes & filled
-            runs = closes & (filled | flushes_inside)
             updates, total, (inner_state, metrics) = emit_or_hold(
-                runs, functools.partial(emit, beside, filled), total, carry, buffered
+                updated, functools.partial(emit, beside, filled), total, carry, buffered
             )
         else:
             no = jnp.zeros([], bool)
             updates, total, ((inner_state, metrics), updated, overflowed) = emit_or_hold(
                 closes, reduce_and_emit, total, (carry, no, no), buffered
             )
-            runs = closes & (updated | flushes_inside)
-        emitted = updated
-        if flushes_inside is not False:
-            emitted |= runs & has_updated(inner_state)
+
+        def reopen(x):
+            return jnp.where(closes, jnp.zeros_like(x), x)
+
         # The sum needs no reopening: where no inner ran, a window that closes holds zeros.
-        reopen = lambda x: jnp.where(closes, jnp.zeros_like(x), x)
         beside = jax.tree.map(reopen, beside)
-        extras = state.extras | beside.sums | ({"metrics": metrics} if monitor else {})
+        sums = {name: x for name, x in beside.sums.items() if name in state.extras}
+        extras = state.extras | sums | ({"metrics": metrics} if monitor else {})
         if loss_scale is not None:
             extras |= _loss_scale.after(loss_scale, extras, closes & overflowed, updated)
         new_state = AccumulateState(
             micro_step=reopen(micro_step),
             gradient_step=count(state.gradient_step, updated),
-            emitted=jnp.asarray(emitted),
+            emitted=jnp.asarray(updated),
             num_skipped=count(state.num_skipped, is_micro_step & jnp.logical_not(accepted)),
             window_weight=beside.weight,
             window_sum=total,
@@ -335,20 +313,19 @@ def accumulate(
         )
         return updates, new_state if axis_name is None else map_own(lambda x: x[None], new_state)
 
-    rebuilt = functools.partial(accumulate, every_k, emit_dtype=emit_dtype, **gathers)
+    def rebuilt(*transforms, average_extra_args=average_extra_args):
+        options = {"emit_dtype": emit_dtype, "average_extra_args": average_extra_args}
+        return accumulate(every_k, *transforms, **options, **gathers)
 
     def followed_by(*transforms):
-        return rebuilt(*inner, *transforms, average_extra_args=average_extra_args)
+        return rebuilt(*inner, *transforms)
 
     def wrapped(fn, names):
-        """With `fn` around the innermost transformation, which also gets the mean of `names`."""
-        if inside is not None:
-            return rebuilt(inside.wrapped(fn, names), average_extra_args=average_extra_args)
-        return rebuilt(fn(tx), average_extra_args=sorted(averaged | set(names)))
+        """With `fn` around the inner transformation, which also gets the mean of `names`."""
+        return rebuilt(fn(tx), average_extra_args=sorted(gathering.averaged | set(names)))
 
     def map_inner(fn, state):
-        apply = fn if inside is None else functools.partial(inside.map_inner, fn)
-        return state._replace(inner_state=apply(state.inner_state))
+        return state._replace(inner_state=fn(state.inner_state))
 
     return transformation(
         init_fn,

@@ -1,7 +1,7 @@
 """Trace-time checks of batches, of loss functions and of what they are called with."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -89,22 +89,42 @@ def check_mesh(mesh: Any, axis_name: Any) -> None:
         )
 
 
-def check_averages_of_step(names: frozenset[str]) -> None:
-    """Require that a train step can give all that its `tx` averages."""
-    if names - {"value"}:
+def check_averages_of_step(names: frozenset[str], metrics: tuple[str, ...], has_aux: bool) -> None:
+    """Require that a train step can give all that its `tx` averages, and show it."""
+    if names - {"value"} and not has_aux:
         raise ValueError(
-            "average_extra_args of tx may name 'value' alone in a train step, which passes its"
-            f" loss as such; got {sorted(names)}."
+            "average_extra_args of tx may name 'value', the loss, and in a train step with"
+            f" has_aux=True scalars of its aux; got {sorted(names)} and has_aux=False."
         )
+    if names & {*metrics, "aux"}:
+        raise ValueError(
+            f"average_extra_args of tx must not name what a train step shows itself, {metrics};"
+            f" got {sorted(names)}. Give the aux another key."
+        )
+
+
+def averaged_aux(names: frozenset[str], aux: Any) -> dict[str, Any]:
+    """The scalars of an aux that a window averages."""
+    if names and not isinstance(aux, Mapping):
+        raise ValueError(
+            f"aux must be a dict with the scalars {sorted(names)}, which average_extra_args of tx"
+            f" names; got a {type(aux).__name__}."
+        )
+    missing = sorted(names - aux.keys()) if names else []
+    if missing:
+        raise ValueError(
+            f"aux must hold the scalars that average_extra_args of tx names; it lacks {missing},"
+            f" and has {sorted(aux)}."
+        )
+    return {name: aux[name] for name in names}
 
 
 def check_made_by_step(extras: dict[str, Any]) -> None:
     """Require a state with room for the losses of a window."""
-    if "value" not in extras.get("averages", {}):
+    if "step_metrics" not in extras:
         raise ValueError(
-            "opt_state must come from step.init(params), which sums the losses of a window too; got"
-            f" one that averages {sorted(extras.get('averages', {})) or 'nothing'}, as tx.init"
-            " makes it."
+            "opt_state must come from step.init(params), which has room for what the step shows;"
+            " got one as tx.init makes it."
         )
 
 

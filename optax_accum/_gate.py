@@ -11,6 +11,7 @@ from jax import lax
 from jax.core import Tracer
 
 from optax_accum._axis import varying_as, varying_over
+from optax_accum._validation import wider
 
 
 def gate(predicate: Any, emit: Callable, hold: Callable, *operands: Any) -> Any:
@@ -40,10 +41,14 @@ def emit_or_hold(
       The updates (or nothing to add), the sums (or zeros; None if not `buffered`) and the inner
       state.
     """
-    shapes = lambda total, inner_state: jax.eval_shape(emit, total, inner_state)[0]
+
+    def results_of(total, inner_state):
+        """The shapes of the updates, and the inner state in the dtypes that `emit` gives it."""
+        updates, new_state = jax.eval_shape(emit, total, inner_state)
+        return updates, jax.tree.map(_in_dtype, inner_state, new_state)
 
     if isinstance(predicate, Tracer):
-        like = shapes(total, inner_state)
+        like, _ = results_of(total, inner_state)
         if _fits(like, total):
 
             def write_over(total, inner_state):
@@ -51,9 +56,10 @@ def emit_or_hold(
                 as_sums = lambda u, s: lax.convert_element_type(u, s.dtype)
                 return jax.tree.map(as_sums, updates, total), inner_state
 
-            buffer, inner_state = gate(
-                predicate, write_over, lambda *carry: carry, total, inner_state
-            )
+            def keep(total, inner_state):
+                return total, results_of(total, inner_state)[1]
+
+            buffer, inner_state = gate(predicate, write_over, keep, total, inner_state)
             updates = jax.tree.map(
                 lambda b, u: jnp.where(predicate, b.astype(u.dtype), nothing(u)), buffer, like
             )
@@ -70,14 +76,20 @@ def emit_or_hold(
         return updates, total if buffered else None, inner_state
 
     def hold(total, inner_state):
+        like, inner_state = results_of(total, inner_state)
         held = jax.tree.map(
             # The sharding is that of the type, where a mesh has explicit axes; else there is none.
             lambda u: varying_as(u, jnp.full(u.shape, nothing(u), u.dtype, device=u.sharding)),
-            shapes(total, inner_state),
+            like,
         )
         return held, total if buffered else None, inner_state
 
     return gate(predicate, write_beside, hold, total, inner_state)
+
+
+def _in_dtype(leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
+    is_same = getattr(leaf, "dtype", None) == like.dtype
+    return leaf if is_same else lax.convert_element_type(leaf, like.dtype)
 
 
 def after(value: Any, x: Any) -> Any:
@@ -96,7 +108,7 @@ def _fits(updates: Any, total: Any) -> bool:
     pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(total), strict=True)
     return all(
         u.shape == s.shape
-        and jnp.promote_types(u.dtype, s.dtype) == s.dtype
+        and wider(u.dtype, s.dtype) == s.dtype
         and varying_over(u) == varying_over(s)
         for u, s in pairs
     )

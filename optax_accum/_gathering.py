@@ -28,22 +28,35 @@ class Beside(NamedTuple):
 class Gathering:
     """How an accumulator gathers: the arguments of `accumulate` that say so."""
 
+    has_window: bool  # whether a new state has sums
     normalize: str
     accumulator_dtype: Any
     should_skip_update_fn: Callable[..., tuple[Any, Any]] | None
     averaged: frozenset[str]
+    requires_averaged: bool  # whether each update needs them
     axis_name: AxisName | None
     monitor: bool
     loss_scale: DynamicLossScale | None
 
     def new_extras(self, weight_dtype: Any) -> dict[str, Any]:
         """The extras of a new state."""
-        averages = {name: jnp.zeros([], weight_dtype) for name in sorted(self.averaged)}
+        averages = self._new_averages(weight_dtype) if self.has_window else {}
         return {
             **({"averages": averages} if averages else {}),
             **(_monitor.new_extras() if self.monitor else {}),
             **({} if self.loss_scale is None else _loss_scale.new_extras(self.loss_scale)),
         }
+
+    def _new_averages(self, weight_dtype: Any) -> dict[str, Any]:
+        """Of each averaged extra arg Σ wᵢvᵢ, and Σ wᵢ of the micro-steps that passed it."""
+        return {
+            name: {x: jnp.zeros([], weight_dtype) for x in ("sum", "weight")}
+            for name in sorted(self.averaged)
+        }
+
+    def is_buffered(self, state: AccumulateState, gradients: Any) -> bool:
+        """Whether the state has sums, be it of an empty tree."""
+        return state.window_sum is not None or (gradients is None and self.has_window)
 
     def sum_dtype(self, leaf: Any) -> Any:
         """The dtype of a leaf's sum."""
@@ -52,24 +65,33 @@ class Gathering:
     def held(self, state: AccumulateState, like: Any) -> tuple[Any, Beside]:
         """S, which has the shapes of `like`, and what is summed beside it."""
         sums = {name: x for name, x in state.extras.items() if name in SUMMED_EXTRAS}
-        _validation.check_averages(sums.get("averages", {}), self.averaged)
+        total = state.window_sum
+        buffered = self.is_buffered(state, like)
+        averaged = self.averaged if buffered else ()
+        _validation.check_averages(sums.get("averages", {}), averaged)
         _validation.check_monitor(sums.get("monitor", {}), self.monitor)
         _validation.check_has_scale(state.extras, self.loss_scale)
-        total = state.window_sum
-        if not is_buffered(state, like):
+        if not buffered:
+            if self.averaged:
+                sums["averages"] = self._new_averages(state.window_weight.dtype)
             total = jax.tree.map(lambda x: zeros(x, self.sum_dtype(x)), like)
         return total, Beside(state.window_weight, sums)
 
-    def gather(self, gradients, state, params, extra_args, weight) -> tuple[Any, Beside, Any]:
-        """The same with a micro-step, and whether it was accepted."""
+    def gather(
+        self, gradients, state, params, extra_args, weight, is_single
+    ) -> tuple[Any, Beside, Any]:
+        """The same with a micro-step, and whether it was accepted.
+
+        Where the micro-step `is_single`, its gradient is not multiplied.
+        """
         total, (window_weight, sums) = self.held(state, gradients)
         w, scale, value_scale = weights(weight, self.normalize, window_weight.dtype)
         unscale = _loss_scale.unscaling(state)
 
-        accepted = weight is None or is_counted(w)
+        accepted = True if weight is None else is_counted(weight, w.dtype)
         if self.loss_scale is not None:
             overflow = accepted & _loss_scale.is_overflow(gradients)
-            sums["overflows"] += overflow
+            sums["overflows"] += overflow.astype(jnp.float32)
             accepted &= ~(overflow | self._drops(sums))
         if self.should_skip_update_fn is not None:
             seen = gradients
@@ -80,21 +102,24 @@ class Gathering:
 
         add = functools.partial(gathered, accepted=accepted)
         window_weight = add(window_weight, w, 1)
-        if self.averaged:
-            sums["averages"] = {
-                name: add(s, _validation.averaged_arg(name, extra_args, s.dtype), value_scale)
-                for name, s in sums["averages"].items()
-            }
+        for name, s in sums.get("averages", {}).items():
+            value = self._averaged_arg(name, extra_args, window_weight.dtype)
+            if value is not None:
+                new = {"sum": add(s["sum"], value, value_scale), "weight": add(s["weight"], w, 1)}
+                sums["averages"] = sums["averages"] | {name: new}
         if self.monitor:
             value = extra_args.get("value")
             factors = w, scale, value_scale
             sums["monitor"] = _monitor.gathered(
                 sums["monitor"], gradients, unscale, value, factors, accepted
             )
-        if is_buffered(state, gradients):
+        if self.is_buffered(state, gradients):
             add_all = functools.partial(gathered_tree, accepted=accepted)
             total = add_all(total, gradients, scale, counters=lambda: self._counters(state))
+        elif is_single and accepted is True:
+            total = gradients
         else:
+            scale = 1 if is_single else scale
             total = jax.tree.map(lambda g: times(g, scale, self.sum_dtype(g)), gradients)
             if self.axis_name is not None:  # the other devices' sums go on
                 total = jax.tree.map(lambda s: jnp.where(accepted, s, 0), total)
@@ -105,6 +130,23 @@ class Gathering:
             total, window_weight, emptied = jax.tree.map(empty, (total, window_weight, sums))
             sums = emptied | kept
         return total, Beside(window_weight, sums), accepted
+
+    def _averaged_arg(self, name: str, extra_args: dict[str, Any], dtype: Any) -> Any:
+        """The scalar extra arg of this name, or None where a call may leave it out, and does."""
+        if self.requires_averaged:
+            return _validation.averaged_arg(name, extra_args, dtype)
+        value = extra_args.get(name)
+        return None if value is None else _validation.value_to_average(name, value, dtype)
+
+    def means(
+        self, sums: dict[str, Any], extra_args: dict[str, Any], is_micro_step: bool
+    ) -> dict[str, Any]:
+        """The window's means of those averaged extra args that this call hands on."""
+        return {
+            name: s["sum"] / jnp.where(s["weight"] > 0, s["weight"], 1)
+            for name, s in sums.get("averages", {}).items()
+            if not is_micro_step or extra_args.get(name) is not None
+        }
 
     def _counters(self, state: AccumulateState) -> list[Any]:
         """Integers that differ between micro-steps whose sums are kept, and between devices."""
@@ -127,8 +169,3 @@ class Gathering:
         """Whether the window is dropped, for its overflows so far."""
         assert self.loss_scale is not None
         return (sums["overflows"] > 0) & (self.loss_scale.on_overflow == "window")
-
-
-def is_buffered(state: AccumulateState, gradients: Any) -> bool:
-    """Whether the state has sums, be it of an empty tree."""
-    return state.window_sum is not None or gradients is None

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum import _call_validation
+from optax_accum._validation import wider
 
 
 class LossFunction(NamedTuple):
@@ -40,7 +41,7 @@ class LossFunction(NamedTuple):
             loss, rest = self.loss(*args)
             if loss_scale is None:
                 return loss, (loss, rest)
-            wide = jnp.promote_types(loss.dtype, jnp.float32)  # or the product might overflow
+            wide = wider(loss.dtype, jnp.float32)  # or the product might overflow
             return loss.astype(wide) * loss_scale, (loss, rest)
 
         grad_fn = jax.grad(scaled, self.argnums, has_aux=True)

@@ -15,8 +15,8 @@ from optax_accum._axis import check_own, varying
 from optax_accum._chain import Accumulator
 from optax_accum._gate import after
 from optax_accum._loss_function import LossFunction
-from optax_accum._monitor import norm
-from optax_accum._state import AccumulateState, accumulate_states, has_updated, is_open
+from optax_accum._monitor import norm, ratio
+from optax_accum._state import AccumulateState, has_updated
 
 
 class _Held(NamedTuple):
@@ -24,8 +24,7 @@ class _Held(NamedTuple):
 
     inner_state: optax.OptState
     params: optax.Params
-    loss: jax.Array  # [] in the dtype of W, of the window that this call closes, else NaN
-    grad_norm: jax.Array  # float32 [], the same
+    step_metrics: dict[str, jax.Array]  # float32 [], of the last window that updated
     applied: dict[str, jax.Array]  # float32 []: what a monitor cannot see, the update being applied
 
 
@@ -44,11 +43,16 @@ def applying(
         if monitor:
             update_norm, params_norm = norm(updates), norm(held.params)
             updates = jax.tree.map(functools.partial(after, params_norm), updates)
-            applied = {"update_norm": update_norm, "update_ratio": update_norm / params_norm}
+            applied = {
+                "update_norm": update_norm,
+                "update_ratio": ratio(update_norm, params_norm),
+            }
             applied = {name: x.astype(jnp.float32) for name, x in applied.items()}
         new_params = optax.apply_updates(held.params, updates)
-        loss, grad_norm = extra_args["value"], grad_norm.astype(jnp.float32)
-        return (), _Held(inner_state, new_params, loss, grad_norm, applied)
+        shown = {"loss": extra_args["value"], "grad_norm": grad_norm}
+        shown |= {name: extra_args[name] for name in held.step_metrics.keys() - shown.keys()}
+        shown = {name: jnp.asarray(x, jnp.float32) for name, x in shown.items()}
+        return (), _Held(inner_state, new_params, shown, applied)
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
@@ -59,6 +63,7 @@ class MicroStep:
 
     loss_fn: LossFunction
     accumulator: Accumulator  # whose innermost transformation is `applying`
+    init_fn: Callable[[optax.Params], Any]  # its init
     update: Callable[..., Any]  # its update
     weight_fn: Callable[[Any], jax.typing.ArrayLike] | None
     rng: bool
@@ -67,6 +72,17 @@ class MicroStep:
     def model_state(self) -> bool:
         """Whether `loss_fn` takes and returns one."""
         return self.loss_fn.carry_argnum is not None
+
+    @property
+    def averaged_aux(self) -> frozenset[str]:
+        """Names of the scalars in an aux of which a window has the mean."""
+        return self.accumulator.gathering.averaged - {"value"}
+
+    def init(self, params):
+        """The state of `tx`, and what a step shows before the first window."""
+        names = ("loss", "grad_norm", *self.averaged_aux)
+        shown = {name: jnp.zeros([], jnp.float32) for name in names}
+        return with_extras(self.init_fn(params), step_metrics=shown)
 
     def run(self, params, opt_state, batch, rng, model_state):
         """Take a micro-batch; returns params, state, metrics and the new model state, if any."""
@@ -82,11 +98,10 @@ class MicroStep:
             check_own("loss_fn", loss, axis_name)
         if self.weight_fn is not None:
             weight = _call_validation.weight(self.weight_fn(batch))
-        elif self._is_alone(state):
-            weight = None
         else:
             weight = _call_validation.check_batch(batch)
-        update = functools.partial(self.update, gradients, weight=weight, value=loss)
+        averaged = {"value": loss, **_call_validation.averaged_aux(self.averaged_aux, aux)}
+        update = functools.partial(self.update, gradients, weight=weight, **averaged)
         params, opt_state, metrics, *rest = self._behind_gate(
             update, params, opt_state, own, new_own, model_state
         )
@@ -106,10 +121,10 @@ class MicroStep:
     def _behind_gate(self, update, params, opt_state, own, new_own, model_state):
         """Call `update(opt_state, params=params)` with the parameters behind its gate."""
         before = accumulate_state(opt_state)
-        nan = jnp.full([], jnp.nan, before.window_weight.dtype)
         shown = before.extras.get("metrics", {})
         applied = {name: shown[name] for name in ("update_norm", "update_ratio") if name in shown}
-        hold = lambda inner_state: _Held(inner_state, params, nan, nan.astype(jnp.float32), applied)
+        step_metrics = before.extras["step_metrics"]
+        hold = lambda inner_state: _Held(inner_state, params, step_metrics, applied)
         _, opt_state = update(self.accumulator.map_inner(hold, opt_state), params=params)
         is_held = lambda x: isinstance(x, _Held)
         (held,) = filter(is_held, jax.tree.leaves(opt_state, is_leaf=is_held))
@@ -118,10 +133,10 @@ class MicroStep:
         if applied:
             shown = accumulate_state(opt_state).extras["metrics"] | held.applied
             opt_state = with_extras(opt_state, metrics=shown)
+        opt_state = with_extras(opt_state, step_metrics=held.step_metrics)
         state, emitted = accumulate_state(opt_state), has_updated(opt_state)
         metrics = {
-            "loss": held.loss.astype(jnp.float32),
-            "grad_norm": held.grad_norm,
+            **held.step_metrics,
             "micro_step": state.micro_step,
             "gradient_step": state.gradient_step,
             "emitted": emitted,
@@ -144,12 +159,6 @@ class MicroStep:
             )
         return held.params, opt_state, metrics, new_own
 
-    def _is_alone(self, state):
-        """Whether the mean is over one micro-batch, whose weight cancels."""
-        gathering = self.accumulator.gathering
-        is_mean = gathering.normalize == "mean" and gathering.axis_name is None
-        return is_mean and state.window_sum is None and not accumulate_states(state.inner_state)
-
     def _key(self, rng, state):
         """The key of this micro-batch on this device."""
         if not self.rng:
@@ -169,7 +178,7 @@ class MicroStep:
         _call_validation.check_kept(
             "model_state", "model_state must have", "the state was made with", model_state, own
         )
-        is_begun = is_open(opt_state)
+        is_begun = accumulate_state(opt_state).micro_step > 0
         return jax.tree.map(lambda own, shared: jnp.where(is_begun, own, shared), own, model_state)
 
 

@@ -157,7 +157,7 @@ def microbatch_value_and_grad(
             window_weight, total, carry = state
             weight, new, (new_carry, rows) = micro_batch(i, carry, is_larger)
             weight, scale, _ = weights(weight, normalize, wide)
-            accepted = weight_fn is None or is_counted(weight)
+            accepted = weight_fn is None or is_counted(weight, wide)
             # The bits of the loss tell calls apart, where sums are rounded at random.
             bits = lambda: lax.bitcast_convert_type(new[0].astype(jnp.float32), jnp.uint32)
             total = gathered_tree(total, new, scale, accepted, counters=lambda: (i, bits()))

@@ -162,7 +162,7 @@ def accumulate_in_momentum(
         rate = learning_rate(state.gradient_step) if callable(learning_rate) else learning_rate
         rate = _validation.scalar("learning_rate", rate, dtype)
 
-        accepted = is_counted(share)
+        accepted = is_counted(share, dtype)
         begins = accepted & (state.window_weight == 0)
 
         counters = lambda: (state.gradient_step, state.micro_step, state.num_skipped)

@@ -1,6 +1,7 @@
 """What a window tells about training: norms, loss, and the gradient noise scale."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -26,7 +27,8 @@ def window_metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     - `grad_norm`: ‖ḡ‖, as the inner transformations receive it, before they clip it.
     - `micro_grad_norm`, `micro_grad_norm_std`: mean and standard deviation of ‖gᵢ‖.
     - `update_norm`, `update_ratio`: ‖update‖, and that over ‖params‖.
-    - `loss`: the mean of `value=`, weighted as the gradients are; NaN where it is not passed.
+    - `loss`: the mean of `value=`, weighted as the gradients are, over the micro-steps that passed
+      it; 0 where none did.
     - `weight`: N, over all devices. `micro_weight`: N over the number of micro-steps.
     - `num_skipped`: micro-steps that were rejected or had no weight, over all devices.
     - `every_k`: micro-steps that the window was to have.
@@ -36,14 +38,15 @@ def window_metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
           S = (Σ nᵢ‖gᵢ‖² - N‖ḡ‖²) / (k - 1),   |G|² = ‖ḡ‖² - S / N,   B = average S / average |G|²
 
       with averages over windows that decay by 0.99. S and |G|² are unbiased, for micro-batches of
-      any sizes; their ratio in a window is not. A window of one micro-batch adds nothing; B is
-      infinite where |G|² is not above 0.
+      any sizes; their ratio in a window is not. A window of one micro-batch adds nothing. B is
+      infinite where |G|² is not above 0, and -1 where it cannot be estimated yet.
 
     Args:
-      opt_state: A state with one accumulator made with `monitor=True` in it, the outermost.
+      opt_state: A state with one accumulator made with `monitor=True` in it.
 
     Returns:
-      Float32 scalars, NaN before the first window has updated.
+      Float32 scalars of the last window that updated. Before the first they are 0, and
+      `noise_scale` is -1; `gradient_step` tells.
 
     Raises:
       ValueError: There is no such accumulator, or there are several.
@@ -88,8 +91,8 @@ class AdaptiveEveryK:
 
     def after(self, metrics: dict[str, jax.Array]) -> jax.Array:
         """The k of the window after the one with these metrics, int32 []."""
-        wanted = self.fraction * metrics["noise_scale"] / metrics["micro_weight"]
-        # Written so that NaN, which nothing is larger than, gives min_k.
+        wanted = self.fraction * ratio(metrics["noise_scale"], metrics["micro_weight"])
+        # Written so that -1, and NaN of a gradient of NaN, give min_k.
         k = jnp.where(wanted > self.min_k, jnp.minimum(jnp.round(wanted), self.max_k), self.min_k)
         return k.astype(jnp.int32)
 
@@ -143,8 +146,9 @@ def adaptive_every_k(min_k: int, max_k: int, *, fraction: float = 1.0) -> Adapti
 
 def new_extras() -> dict[str, dict[str, jax.Array]]:
     """What a state has for a monitor, all of it float32 []."""
-    sums = ("count", "norms", "squares", "weighted_squares", "loss", "skipped")
-    metrics = {name: jnp.full([], jnp.nan, jnp.float32) for name in _NAMES}
+    sums = ("count", "norms", "squares", "weighted_squares", "loss", "loss_weight", "skipped")
+    metrics = {name: jnp.zeros([], jnp.float32) for name in _NAMES}
+    metrics["noise_scale"] -= 1
     averages = {name: jnp.zeros([], jnp.float32) for name in ("noise", "signal")}
     return {
         "monitor": {name: jnp.zeros([], jnp.float32) for name in sums},  # over micro-steps
@@ -167,17 +171,19 @@ def gathered(sums, gradients, unscale, value, factors, accepted):
     # Its mean gradient is gᵢ scale / wᵢ: gᵢ, or under "ratio" gᵢ / wᵢ.
     # Or XLA would widen narrow gradients once, for S and for this, and keep them.
     gradients = lax.optimization_barrier(gradients)
-    square = _square_norm(gradients, unscale) * jnp.square(jnp.asarray(scale / weight, jnp.float32))
-    loss = jnp.nan if value is None else _validation.scalar("value", value, jnp.float32)
+    per_weight = scale / (weight if isinstance(weight, int) else jnp.where(accepted, weight, 1))
+    square = _float32(_square_norm(gradients, unscale)) * jnp.square(_float32(per_weight))
     new = {
         "count": 1.0,
         "norms": jnp.sqrt(square),
         "squares": square,
-        "weighted_squares": square * weight,
-        "loss": loss * value_scale,
+        "weighted_squares": square * _float32(weight),
     }
+    if value is not None:
+        loss = _validation.scalar("value", value, jnp.float32)
+        new |= {"loss": loss * _float32(value_scale), "loss_weight": _float32(weight)}
     added = {name: _window.gathered(sums[name], x, 1, accepted) for name, x in new.items()}
-    return added | {"skipped": sums["skipped"] + jnp.where(accepted, 0.0, 1.0)}
+    return sums | added | {"skipped": sums["skipped"] + jnp.where(accepted, 0.0, 1.0)}
 
 
 def report(metrics, sums, window_weight, sum_norm, mean_of, micro_steps, every_k, updates, params):
@@ -194,34 +200,49 @@ def report(metrics, sums, window_weight, sum_norm, mean_of, micro_steps, every_k
       updates: Of the inner transformations.
       params: Before the update, or None.
     """
-    window_weight = jnp.asarray(window_weight, jnp.float32)
+    window_weight, sum_norm = _float32(window_weight), _float32(sum_norm)
+    gradient_factor, norm_factor = map(_float32, mean_of)
     count = sums["count"]
-    mean_square = jnp.square(sum_norm * mean_of[1])
-    noise = (sums["weighted_squares"] - window_weight * mean_square) / (count - 1)
-    signal = mean_square - noise / window_weight
-    average = lambda old, new: jnp.where(count > 1, _DECAY * old + (1 - _DECAY) * new, old)
+    has_noise = count > 1
+    mean_square = jnp.square(sum_norm * norm_factor)
+    noise = sums["weighted_squares"] - window_weight * mean_square
+    noise = noise / jnp.where(has_noise, count - 1, 1)
+    signal = mean_square - ratio(noise, window_weight)
+
+    def average(old, new):
+        return jnp.where(has_noise, _DECAY * old + (1 - _DECAY) * new, old)
+
     noise, signal = average(metrics["noise"], noise), average(metrics["signal"], signal)
-    micro_norm = sums["norms"] / count
-    update_norm = norm(updates)
+    no_signal = jnp.where(noise > 0, jnp.inf, -1.0)
+    micro_norm = ratio(sums["norms"], count)
+    variance = ratio(sums["squares"], count) - micro_norm**2
+    update_norm = _float32(norm(updates))
     new = {
-        "grad_norm": sum_norm * mean_of[0],
+        "grad_norm": sum_norm * gradient_factor,
         "micro_grad_norm": micro_norm,
-        "micro_grad_norm_std": jnp.sqrt(jnp.maximum(sums["squares"] / count - micro_norm**2, 0)),
+        "micro_grad_norm_std": jnp.sqrt(jnp.maximum(variance, 0)),
         "update_norm": update_norm,
-        "update_ratio": update_norm / (jnp.nan if params is None else norm(params)),
-        "loss": sums["loss"] * mean_of[1],
+        "update_ratio": 0.0 if params is None else ratio(update_norm, _float32(norm(params))),
+        "loss": ratio(sums["loss"], sums["loss_weight"]),
         "weight": window_weight,
         "num_skipped": sums["skipped"],
         # Both are averaged alike, so that the bias of an average's beginning falls out.
-        "noise_scale": jnp.where(
-            signal > 0, noise / signal, jnp.where(noise > 0, jnp.inf, jnp.nan)
-        ),
+        "noise_scale": jnp.where(signal > 0, noise / jnp.where(signal > 0, signal, 1), no_signal),
         "every_k": every_k,
-        "micro_weight": window_weight / micro_steps,
+        "micro_weight": ratio(window_weight, _float32(micro_steps)),
         "noise": noise,
         "signal": signal,
     }
-    return {name: jnp.asarray(value, jnp.float32) for name, value in new.items()}
+    return {name: _float32(value) for name, value in new.items()}
+
+
+def ratio(value: Any, over: Any) -> jax.Array:
+    """`value / over`, and 0 for 0 / 0, on the way to which no NaN is made."""
+    return jnp.where(value == 0, 0, value) / jnp.where(value == 0, 1, over)
+
+
+def _float32(x: Any) -> jax.Array:
+    return jnp.asarray(x, jnp.float32)
 
 
 def norm(tree: Any, factor: Any = 1) -> jax.Array:
@@ -231,10 +252,11 @@ def norm(tree: Any, factor: Any = 1) -> jax.Array:
 
 def _square_norm(tree: Any, factor: Any) -> jax.Array:
     # Multiplied first: the squares of gradients of a scaled loss might overflow.
-    times = lambda x: x if isinstance(factor, int) else x * factor
-    square = lambda x: jnp.sum(jnp.square(jnp.abs(times(x.astype(_wide(x))))))
-    return sum(map(square, jax.tree.leaves(tree)), jnp.zeros([], jnp.float32))
+    leaves = [_window.times(x, factor, _wide(x)) for x in jax.tree.leaves(tree)]
+    squares = [jnp.sum(jnp.square(jnp.abs(x))) for x in leaves]
+    widest = functools.reduce(_validation.wider, [s.dtype for s in squares], jnp.float32)
+    return sum([s.astype(widest) for s in squares], jnp.zeros([], widest))
 
 
 def _wide(x):
-    return jnp.promote_types(x.dtype, jnp.float32)
+    return _validation.wider(x.dtype, jnp.float32)

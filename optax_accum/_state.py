@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 SUMMED_EXTRAS = {"averages", "monitor", "overflows"}  # over the open window, 0 in an empty one
-SHARED_EXTRAS = {"metrics", "loss_scale"}  # the same on all devices
+SHARED_EXTRAS = {"metrics", "loss_scale", "step_metrics"}  # the same on all devices
 
 
 class AccumulateState(NamedTuple):
@@ -21,7 +21,7 @@ class AccumulateState(NamedTuple):
     num_skipped: jax.Array  # int32 [], micro-steps rejected or without weight, since init
     window_weight: jax.Array  # W, float32 or float64 [], 0 in an empty window
     window_sum: optax.Updates | None  # S in the accumulator dtype, or None where it is not needed
-    extras: dict[str, Any]  # SUMMED_EXTRAS and SHARED_EXTRAS; "model_state" of a train step
+    extras: dict[str, Any]  # SUMMED_EXTRAS, SHARED_EXTRAS; "model_state" of a train step
     inner_state: optax.OptState
 
 
@@ -42,9 +42,9 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
     """Whether the last call of `update` or `flush` closed a window with an update.
 
     Args:
-      opt_state: A state with an accumulator in it, however deep. Of accumulators inside each
-        other all must have updated; of those side by side, in `optax.partition`, any. A wrapper
-        that did not call its accumulator leaves what the call before has said.
+      opt_state: A state with an accumulator in it, however deep. Of several, in
+        `optax.partition`, any must have updated. A wrapper that did not call its accumulator leaves
+        what the call before has said.
 
     Returns:
       bool [].
@@ -69,22 +69,10 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
             "opt_state must hold an AccumulateState, from accumulate or chain; got a"
             f" {type(opt_state).__name__} without one."
         )
-    emitted = jnp.zeros([], jnp.bool_)
-    for state in states:
-        inside = accumulate_states(state.inner_state)
-        emitted |= state.emitted & has_updated(state.inner_state) if inside else state.emitted
-    return emitted
-
-
-def is_open(opt_state: optax.OptState) -> jax.Array:
-    """Whether a window of the outermost accumulators, or inside them, has begun."""
-    opened = jnp.zeros([], jnp.bool_)
-    for state in accumulate_states(opt_state):
-        opened |= (state.micro_step > 0) | is_open(state.inner_state)
-    return opened
+    return functools.reduce(jnp.logical_or, [state.emitted for state in states])
 
 
 def accumulate_states(tree: Any) -> list[AccumulateState]:
-    """The outermost accumulator states of a tree."""
+    """The accumulator states in a tree."""
     is_state = lambda node: isinstance(node, AccumulateState)
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_state) if is_state(leaf)]

@@ -44,8 +44,8 @@ def make_train_step(
         `(loss, aux)`, with `model_state` `(loss, new_state)`, with both
         `(loss, (new_state, aux))`.
       tx: What `accumulate` or `chain` returned. What it runs once per window also gets the
-        window's mean loss, as `value=` (and no other extra args). On a mesh nothing with a state
-        may stand before the accumulator.
+        window's mean loss, as `value=`, and of an aux that is a dict the means of the scalars that
+        `average_extra_args` names. On a mesh nothing with a state may stand before the accumulator.
       has_aux: Whether `loss_fn` returns something to hand out.
       weight_fn: `weight_fn(batch)`, the weight of a micro-batch: the tokens in it, say. Default:
         its number of examples. It sees the part of one device.
@@ -65,12 +65,13 @@ def make_train_step(
       first, which the devices share out between them as it lies. `params` and `opt_state` are
       donated: use what is returned. `metrics` is a dict of
 
-      - `loss`: float32 [], Σ wᵢ lossᵢ / Σ wᵢ of the window that this call closed, over all
-        devices; NaN in all other calls (so `jax.debug_nans` stops there).
-      - `grad_norm`: float32 [], the norm of the window's mean gradient as the inner transformations
-        receive it, before they clip it; NaN in all other calls.
-      - `micro_step`, `gradient_step`, `emitted`: of the state after the call; of windows inside
-        each other the counters are the outer one's.
+      - `loss`: float32 [], Σ wᵢ lossᵢ / Σ wᵢ of the last window that updated, over all devices;
+        0 before the first. `emitted` tells whether this call closed it.
+      - `grad_norm`: float32 [], the norm of that window's mean gradient as the inner
+        transformations receive it, before they clip it; 0 before the first.
+      - each name of `average_extra_args` but `value`: float32 [], the mean of that scalar of the
+        aux, weighted as the loss is.
+      - `micro_step`, `gradient_step`, `emitted`: of the state after the call.
       - `aux`: of this micro-batch; on a mesh with a leading axis of devices.
 
       On a mesh each device's `model_state` goes its own way within a window; the boundary takes
@@ -96,7 +97,7 @@ def make_train_step(
       >>> for batch in (jnp.array([1.0, 3.0]), jnp.array([5.0])):
       ...     params, opt_state, metrics = step(params, opt_state, batch)
       ...     print(params, metrics["loss"], metrics["emitted"])
-      0.0 nan False
+      0.0 0.0 False
       1.5 11.666667 True
     """
     _validation.check_function("loss_fn", loss_fn)
@@ -107,27 +108,25 @@ def make_train_step(
         "around it, write the step with tx.update and optax.apply_updates.",
     )
     gathering = accumulator.gathering
-    _call_validation.check_averages_of_step(gathering.averaged)
+    _call_validation.check_averages_of_step(gathering.averaged, _METRICS, has_aux)
     _call_validation.check_mesh(mesh, gathering.axis_name)
     tx = accumulator.wrapped(functools.partial(applying, monitor=gathering.monitor), ("value",))
     accumulator = accumulator_in(tx)
     assert accumulator is not None
     loss = LossFunction(loss_fn, 0, has_aux, 1 if model_state else None, "model_state")
-    micro_step = MicroStep(loss, accumulator, tx.update, weight_fn, rng)
-    return TrainStep(micro_step, tx.init, mesh)
+    return TrainStep(MicroStep(loss, accumulator, tx.init, tx.update, weight_fn, rng), mesh)
 
 
 class TrainStep:
     """What `make_train_step` returns: its micro-step, compiled, on the devices of a mesh."""
 
-    def __init__(self, micro_step: MicroStep, init: Callable, mesh: Mesh | None):
+    def __init__(self, micro_step: MicroStep, mesh: Mesh | None):
         self._micro_step = micro_step
-        self._init = init
         self._axis_name = micro_step.accumulator.gathering.axis_name
         self._own = PartitionSpec(self._axis_name)  # each device's part, along the first axis
         self._mesh = mesh
         self._devices = set() if mesh is None else set(mesh.devices.flat)
-        self._compiled_init = jax.jit(self._on_devices(init, self._init_specs))
+        self._compiled_init = jax.jit(self._on_devices(micro_step.init, self._init_specs))
         self._compiled = jax.jit(
             self._on_devices(micro_step.run, self._run_specs), donate_argnums=(0, 1)
         )
@@ -145,7 +144,7 @@ class TrainStep:
             otherwise the first call makes it.
 
         Returns:
-          The state of `tx`, with the sum of the window's losses.
+          The state of `tx`, with what a call shows of the last window.
         """
         if model_state is not None:
             self._check_model_state(model_state)
@@ -197,6 +196,10 @@ class TrainStep:
             self._state_on_mesh(opt_state, model_state),
             self._on_mesh(model_state),
         )
+
+    @property
+    def _metrics(self):
+        return *_METRICS, *self._micro_step.averaged_aux
 
     def _arguments(self, params, opt_state, batch, rng, model_state):
         _call_validation.check_given("rng", rng, self._micro_step.rng)
@@ -286,14 +289,14 @@ class TrainStep:
         return mapped
 
     def _init_specs(self, params):
-        state = jax.eval_shape(self._init, params)
+        state = jax.eval_shape(self._micro_step.init, params)
         if type(state) is tuple:
             _call_validation.check_shared_prefix(state[:-1])
         return (_SHARED,), state_specs(state, self._axis_name)
 
     def _flush_specs(self, params, opt_state, model_state):
         specs = state_specs(opt_state, self._axis_name)
-        out = (_SHARED, specs, dict.fromkeys(_METRICS, _SHARED))
+        out = (_SHARED, specs, dict.fromkeys(self._metrics, _SHARED))
         if self._micro_step.model_state:
             out = (*out, _SHARED)
         return (_SHARED, specs, _SHARED), out

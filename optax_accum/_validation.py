@@ -13,6 +13,11 @@ _State = TypeVar("_State")
 Schedule = Callable[[jax.Array], jax.typing.ArrayLike]
 
 _LARGEST_K = 2**31 - 1  # micro_step is an int32
+_REMEDY_FOR_STATES = (
+    "To go on from it between two windows, make a new state, new = tx.init(params), and put what"
+    " training needs into its AccumulateState: new._replace(gradient_step=old.gradient_step,"
+    " num_skipped=old.num_skipped, inner_state=old.inner_state)."
+)
 
 
 def check_every_k(every_k: Any) -> None:
@@ -121,22 +126,23 @@ def check_axis_name(axis_name: Any) -> None:
         )
 
 
-def check_averaged_inside(names: frozenset[str], inside: frozenset[str]) -> None:
-    """Require that an accumulator averages what the one around it does, and may be more."""
-    if not names <= inside:
+def check_not_nested(where: str, holds_accumulator: bool) -> None:
+    """Require an inner without an accumulator."""
+    if holds_accumulator:
         raise ValueError(
-            "average_extra_args of an accumulator around another must be named inside too, where"
-            f" the window is whole; got {sorted(names)} around {sorted(inside)}."
+            f"accumulators must not nest, and {where} holds one: write windows of a micro-steps"
+            " inside windows of b as one, accumulate(a * b, ...), and give parameter groups windows"
+            " of their own with optax.partition({name: accumulate(k, ...), ...}, labels)."
         )
 
 
-def check_outermost_axis(inside: Any) -> None:
-    """Require that of nested accumulators only the outermost crosses devices."""
-    if inside is not None:
-        raise ValueError(
-            "axis_name belongs to the outermost of nested accumulators, whose boundaries do not"
-            f" depend on what a device gathered; got axis_name={inside!r} inside another."
-        )
+def check_has_window(every_k: Any) -> None:
+    """Refuse a state without a buffer under an `every_k` that gathers."""
+    raise ValueError(
+        "a state made with every_k=1 has no buffer to gather a window in, and every_k is"
+        f" {every_k!r} now. {_REMEDY_FOR_STATES} (The state of accumulate(lambda _: 1) has the"
+        " tree of that of any other k.)"
+    )
 
 
 def of_one_device(x: Any) -> jax.Array:
@@ -179,6 +185,7 @@ def check_monitor(sums: dict[str, Any], monitor: bool) -> None:
     if bool(sums) != monitor:
         raise ValueError(
             f"monitor must be that with which the state was made, {bool(sums)}; got {monitor}."
+            f" {_REMEDY_FOR_STATES}"
         )
 
 
@@ -192,15 +199,9 @@ def check_has_scale(extras: dict[str, Any], loss_scale: Any) -> None:
     """Require a state that was made with a loss scale, or without."""
     if ("loss_scale" in extras) != (loss_scale is not None):
         made = "with one" if "loss_scale" in extras else "without"
-        raise ValueError(f"loss_scale must fit the state, which was made {made}; got {loss_scale}.")
-
-
-def check_outermost_scale(inside: Any) -> None:
-    """Require that of nested accumulators only the outermost has a loss scale."""
-    if inside is not None:
         raise ValueError(
-            "loss_scale belongs to the outermost of nested accumulators, which the scaled gradients"
-            f" reach; got loss_scale={inside!r} inside another."
+            f"loss_scale must fit the state, which was made {made}; got {loss_scale}."
+            f" {_REMEDY_FOR_STATES}"
         )
 
 
@@ -209,7 +210,7 @@ def check_averages(averages: dict[str, Any], names: Iterable[str]) -> None:
     if set(averages) != set(names):
         raise ValueError(
             "average_extra_args must be those with which the state was made,"
-            f" {sorted(averages)}; got {sorted(names)}."
+            f" {sorted(averages)}; got {sorted(names)}. {_REMEDY_FOR_STATES}"
         )
 
 
@@ -237,6 +238,17 @@ def averaged_arg(name: str, extra_args: dict[str, Any], dtype: Any) -> jax.Array
             f" opt_state, params, {name}=...); got {sorted(extra_args) or 'no extra args'}."
         )
     return scalar(name, extra_args[name], dtype)
+
+
+def value_to_average(name: str, value: Any, dtype: Any) -> jax.Array:
+    """An extra arg that is averaged by default."""
+    try:
+        return scalar(name, value, dtype)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} By default inner receives its mean over the window; average_extra_args=()"
+            " hands on what each call passes."
+        ) from None
 
 
 def check_inexact(tree: Any, what: str) -> None:
@@ -278,7 +290,7 @@ def check_gradients(name: str, gradients: Any, window_sum: Any, any_width: bool)
         dtype = dtype_of(gradient)
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
         too_wide = is_complex and not jnp.issubdtype(total.dtype, jnp.complexfloating)
-        too_wide |= not any_width and jnp.promote_types(dtype, total.dtype) != total.dtype
+        too_wide |= not any_width and wider(dtype, total.dtype) != total.dtype
         if too_wide:
             raise ValueError(
                 f"{name} must not be wider than their accumulator; {where} has dtype"
@@ -313,7 +325,7 @@ def check_not_passed(function: str, extra_args: dict[str, Any], names: Iterable[
             )
 
 
-def check_same_structure(new_state: Any, old_state: Any) -> None:
+def check_same_structure(new_state: Any, old_state: Any, dtypes_may_change: bool = False) -> None:
     """Require an inner transformation whose state keeps its tree, and its real leaves real."""
     new, new_def = tree_flatten_with_path(new_state)
     old, old_def = tree_flatten_with_path(old_state)
@@ -324,7 +336,8 @@ def check_same_structure(new_state: Any, old_state: Any) -> None:
         )
     for (path, n), (_, o) in zip(new, old, strict=True):
         is_complex = [jnp.issubdtype(dtype_of(x), jnp.complexfloating) for x in (n, o)]
-        if jnp.shape(n) != jnp.shape(o) or is_complex[0] > is_complex[1]:
+        turns_complex = is_complex[0] > is_complex[1] and not dtypes_may_change
+        if jnp.shape(n) != jnp.shape(o) or turns_complex:
             raise ValueError(
                 "inner must keep the shapes of its state, and real leaves real;"
                 f" inner_state{keystr(path)} goes from {dtype_of(o)}{list(jnp.shape(o))} in init to"
@@ -347,3 +360,9 @@ def dtype_of(leaf: Any) -> Any:
     dtype = getattr(leaf, "dtype", None)
     is_numpys = dtype is None or (isinstance(leaf, np.ndarray | np.generic) and dtype.kind in "fc")
     return jnp.result_type(leaf) if is_numpys else dtype  # float64 is float32 without x64
+
+
+def wider(dtype: Any, other: Any) -> Any:
+    """The dtype that holds the values of both, whatever promotion the user has allowed."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(dtype, other)

@@ -1,37 +1,32 @@
 """The arithmetic of a window: weights, sums and their dtypes."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
 from optax_accum import _validation
-
-
-class HandedOn(NamedTuple):
-    """The `weight` with which an accumulator calls an accumulator directly inside it."""
-
-    weight: jax.Array  # W of the closed window
-    scale: jax.Array  # takes the gradient that it emits back to the window's sum
-    like: Any  # the gradients of the micro-step, for their dtypes
+from optax_accum._validation import wider
 
 
 def weights(weight: Any, normalize: str, dtype: Any) -> tuple[Any, Any, Any]:
     """What a micro-step adds to W, and the factors of its gradient and its averaged args."""
     if weight is None:
         return 1, 1, 1
-    if isinstance(weight, HandedOn):
-        return weight.weight, weight.scale, weight.weight
     weight = _validation.scalar("weight", weight, dtype)
     scale = 1 if normalize == "ratio" else weight
     return weight, scale, scale
 
 
-def is_counted(weight: Any) -> Any:
-    """Whether a micro-step of this weight adds to the window."""
+def is_counted(weight: Any, dtype: Any) -> Any:
+    """Whether a micro-step of this weight adds to the window; known at once for a number."""
+    if isinstance(weight, int | float | np.number):
+        return bool(0 < np.asarray(weight, dtype) < np.inf)
+    weight = jnp.asarray(weight, dtype)
     return (weight > 0) & (weight < jnp.inf)
 
 
@@ -52,29 +47,35 @@ def gathered(total: Any, x: Any, scale: Any, accepted: Any) -> Any:
 
 
 def times(x: Any, factor: Any, dtype: Any) -> jax.Array:
-    """`x * factor` in `dtype`, computed no narrower than float32."""
-    wide = jnp.promote_types(jnp.promote_types(jnp.result_type(x), dtype), jnp.float32)
+    """`x * factor` in `dtype`, computed no narrower than float32; a factor of 1 is no product."""
+    if isinstance(factor, int):
+        return jnp.asarray(x, dtype)
+    wide = wider(wider(jnp.result_type(x), dtype), jnp.float32)
     x = jnp.asarray(x, wide)
-    if not isinstance(factor, int):
-        x = x * factor.astype(real(wide))
+    factor = factor.astype(real(wide))
+    if jnp.issubdtype(wide, jnp.complexfloating):
+        # Part by part: the product with a complex factor would turn an infinite part into NaN.
+        x = lax.complex(x.real * factor, x.imag * factor)
+    else:
+        x = x * factor
     return x.astype(dtype)
 
 
 def sum_dtype_of(leaf: Any, accumulator_dtype: Any) -> Any:
     """The dtype of a leaf's sum: as asked, or float32 and wider; complex where the leaf is."""
     dtype = jnp.result_type(leaf)
-    return dtype_like(accumulator_dtype or jnp.promote_types(real(dtype), jnp.float32), dtype)
+    return dtype_like(accumulator_dtype or wider(real(dtype), jnp.float32), dtype)
 
 
 def weight_dtype_of(sum_dtypes: Any) -> Any:
     """The dtype of W: float32, and wider where a sum is."""
-    return functools.reduce(jnp.promote_types, map(real, jax.tree.leaves(sum_dtypes)), jnp.float32)
+    return functools.reduce(wider, map(real, jax.tree.leaves(sum_dtypes)), jnp.float32)
 
 
 def dtype_like(real_dtype: Any, like: Any) -> Any:
     """`real_dtype`, made complex where `like` is."""
     is_complex = jnp.issubdtype(jnp.result_type(like), jnp.complexfloating)
-    return jnp.promote_types(real_dtype, jnp.complex64) if is_complex else jnp.dtype(real_dtype)
+    return wider(real_dtype, jnp.complex64) if is_complex else jnp.dtype(real_dtype)
 
 
 def real(dtype: Any) -> Any:

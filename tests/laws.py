@@ -67,7 +67,7 @@ def mean(gradients, weights):
     """Sum of w g over the sum of w, in the gradients' own dtype at the end."""
 
     def leaf(*values):
-        wide = jnp.promote_types(values[0].dtype, jnp.float32)
+        wide = np.promote_types(values[0].dtype, np.float32)
         # In NumPy, so that no XLA rewrites the reference as it might the thing tested.
         total = sum(
             w * np.asarray(v).astype(wide) for w, v in zip(weights, values, strict=True) if w > 0

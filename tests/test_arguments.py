@@ -8,7 +8,16 @@ import numpy as np
 import optax
 import pytest
 
-from optax_accum import _followers, accumulate, chain, flush, has_updated
+import laws
+from optax_accum import (
+    DynamicLossScale,
+    _followers,
+    accumulate,
+    accumulate_in_momentum,
+    chain,
+    flush,
+    has_updated,
+)
 
 PARAMS = {"w": jnp.zeros((2, 3)), "b": {"c": jnp.zeros(3)}}
 GRADIENTS = jax.tree.map(jnp.ones_like, PARAMS)
@@ -147,11 +156,40 @@ def test_a_missing_averaged_arg_is_named():
 
 def test_a_state_made_for_other_averaged_args_is_refused():
     state = accumulate(2, optax.sgd(0.1)).init(PARAMS)
-    tx = accumulate(2, optax.sgd(0.1), average_extra_args=("value",))
+    tx = accumulate(2, optax.sgd(0.1), average_extra_args=("loss",))
     with pytest.raises(
-        ValueError, match=r"average_extra_args must be those .*\[\]; got \['value'\]"
+        ValueError, match=r"average_extra_args must be those .*\['value'\]; got \['loss'\]"
     ):
-        tx.update(GRADIENTS, state, PARAMS, value=1.0)
+        tx.update(GRADIENTS, state, PARAMS, loss=1.0)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"monitor": True}, {}),
+        ({}, {"monitor": True}),
+        ({"loss_scale": DynamicLossScale()}, {}),
+        ({}, {"loss_scale": DynamicLossScale()}),
+        ({"average_extra_args": ()}, {}),
+        ({"every_k": 1}, {}),
+    ],
+)
+def test_a_state_of_other_components_names_the_remedy_and_it_works(old, new):
+    inner = optax.sgd(0.1, momentum=0.5)
+    old_options = {name: value for name, value in old.items() if name != "every_k"}
+    tx = accumulate(old.get("every_k", 2), inner, **old_options)
+    _, state = laws.run(tx, PARAMS, [GRADIENTS] * 2)
+    tx = accumulate(2, inner, **new)
+    with pytest.raises(ValueError, match=r"new = tx.init\(params\).*new._replace\(gradient_step"):
+        tx.update(GRADIENTS, state, PARAMS)
+    carried = tx.init(PARAMS)._replace(
+        gradient_step=state.gradient_step,
+        num_skipped=state.num_skipped,
+        inner_state=state.inner_state,
+    )
+    _, after = tx.update(GRADIENTS, carried, PARAMS)
+    assert after.micro_step == 1
+    laws.assert_bitwise(after.inner_state, state.inner_state)
 
 
 @pytest.mark.parametrize("value", [1, jnp.ones(2, bool), None])
@@ -165,15 +203,6 @@ def test_should_skip_update_fn_must_give_a_pair():
     tx = accumulate(2, should_skip_update_fn=lambda *_: jnp.array(True))
     with pytest.raises(ValueError, match=r"must return a pair \(bool scalar, info\), got"):
         tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)
-
-
-def test_args_averaged_outside_are_named_inside_too():
-    inside = accumulate(2, average_extra_args=("value",))
-    outside = accumulate(2, inside)  # averages it too
-    with pytest.raises(ValueError, match="average_extra_args names 'value'"):
-        outside.update(GRADIENTS, outside.init(PARAMS), PARAMS)
-    with pytest.raises(ValueError, match=r"got \['loss'\] around \['value'\]"):
-        accumulate(2, inside, average_extra_args=("loss",))
 
 
 @pytest.mark.parametrize("transforms", [([optax.sgd(1.0)],), (optax.adam, accumulate(2))])
@@ -294,23 +323,43 @@ def test_what_calls_an_accumulator_from_user_code_is_not_searched():
 
 
 @pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: accumulate(2, optax.chain(accumulate(2), optax.adam(0.1))),
-        lambda: chain(
-            accumulate(2), optax.chain(accumulate(2), optax.scale(-1.0)), optax.adam(0.1)
-        ),
-        lambda: optax.chain(accumulate(1, accumulate(2)), optax.adam(0.1)),
-        lambda: optax.chain(accumulate(1, optax.masked(accumulate(2), True)), optax.adam(0.1)),
-        lambda: chain(optax.masked(accumulate(2), True), optax.adam(0.1)),
-    ],
-)
-def test_an_accumulator_inside_another_is_searched_too(make, jit):
-    tx = make()
+def test_followers_of_an_accumulator_behind_a_wrapper_are_seen(jit):
+    tx = chain(optax.masked(accumulate(2), True), optax.adam(0.1))
     update = jax.jit(tx.update) if jit else tx.update
     with pytest.raises(ValueError, match="it holds state"):
         update(GRADIENTS, tx.init(PARAMS), PARAMS)
+
+
+GROUPS = {"w": "a", "b": {"c": "b"}}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: accumulate(2, accumulate(3, optax.sgd(0.1))),
+        lambda: accumulate(1, accumulate(3)),
+        lambda: accumulate(3, accumulate(1)),
+        lambda: chain(accumulate(2), accumulate(3), optax.sgd(0.1)),
+        lambda: chain(accumulate(2, optax.sgd(0.1)), chain(optax.scale(2.0), accumulate(3))),
+        lambda: accumulate(2, optax.chain(accumulate(3), optax.scale(-1.0))),
+        lambda: accumulate(2, optax.masked(accumulate(3), True)),
+        lambda: accumulate(2, optax.apply_if_finite(accumulate(3), 5)),
+        lambda: accumulate(2, accumulate_in_momentum(3, 0.1, 0.9)),
+        lambda: accumulate(
+            2, optax.partition({"a": accumulate(2), "b": optax.sgd(0.1)}, GROUPS), monitor=True
+        ),
+        lambda: accumulate(2, accumulate(2, axis_name="data")),
+    ],
+)
+def test_accumulators_must_not_nest_and_the_error_names_the_flat_form(make):
+    with pytest.raises(ValueError, match=r"must not nest.*accumulate\(a \* b.*optax\.partition"):
+        make().init(PARAMS)
+
+
+def test_accumulators_side_by_side_do_not_nest():
+    groups = {"a": accumulate(2, optax.sgd(0.1)), "b": accumulate(3, optax.sgd(0.1))}
+    tx = optax.partition(groups, GROUPS)
+    tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)
 
 
 def test_followers_of_the_leaves_that_the_accumulator_leaves_out_belong_in_a_partition():

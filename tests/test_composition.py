@@ -133,7 +133,7 @@ def test_zero_nans_before_the_accumulator_saves_the_window():
 
 def test_reduce_on_plateau_sees_the_mean_loss_of_the_window():
     inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
-    tx = accumulate(2, inner, average_extra_args=("value",))
+    tx = accumulate(2, inner)
     losses = [2.0, 4.0, 6.0, 2.0, 9.0, 1.0]  # the means are 3, 4, 5: they rise, the last ones fall
     params = jnp.zeros([])
     ones = [jnp.ones([])] * 6
@@ -141,10 +141,13 @@ def test_reduce_on_plateau_sees_the_mean_loss_of_the_window():
     want, _ = laws.run(inner, params, ones[:3], per_step=[{"value": v} for v in (3.0, 4.0, 5.0)])
     assert got == want
     last_only, _ = laws.run(
-        accumulate(2, inner), params, ones, per_step=[{"value": v} for v in losses]
+        accumulate(2, inner, average_extra_args=()),
+        params,
+        ones,
+        per_step=[{"value": v} for v in losses],
     )
     assert last_only != want
-    assert state.extras["averages"]["value"] == 0
+    assert state.extras["averages"]["value"] == {"sum": 0, "weight": 0}
 
 
 def test_scan_over_micro_steps_is_the_loop():

@@ -41,7 +41,7 @@ def test_the_slope_does_not_count_and_the_key_decides():
 
 def test_moments_are_named_and_ranged():
     params = {"w": jnp.zeros((2, 2)), "b": jnp.zeros(2)}
-    tx = chain(optax.trace(0.5), accumulate(2, accumulate(1, optax.adam(0.1)), monitor=True))
+    tx = chain(optax.trace(0.5), accumulate(2, optax.adam(0.1), monitor=True))
     state = tx.init(params)
     gradients = {"w": jnp.array([[1.0, -2.0], [3.0, 4.0]]), "b": jnp.array([-8.0, 0.0])}
     for _ in range(2):

@@ -197,22 +197,6 @@ def test_averaged_extra_args_are_averaged_over_devices():
     np.testing.assert_allclose(state.inner_state, np.average(values, weights=weights), rtol=1e-6)
 
 
-def test_nested_windows_reduce_in_the_outer_one():
-    tx = accumulate(2, accumulate(2, optax.sgd(1.0)), axis_name="data")
-    single = accumulate(10**6, optax.sgd(1.0))
-    init, update = on_mesh(tx)
-    state, window = init(PARAMS), []
-    weights = jnp.asarray([1, 2, 3, 4, 1, 2, 3, 0.0])
-    for step in range(4):
-        gradients = gradients_of(step)
-        updates, state = update(gradients, state, PARAMS, weight=weights)
-        assert bool(has_updated(state)) == (step == 3)
-        window += [(jax.tree.map(lambda g, d=d: g[d], gradients), weights[d]) for d in range(N)]
-    chex.assert_trees_all_close(updates, one_device(single, [window])[0][0], rtol=1e-6)
-    with pytest.raises(ValueError, match=r"outermost of nested accumulators.*'data' inside"):
-        accumulate(2, accumulate(2, axis_name="data"))
-
-
 def test_flush_closes_the_window_of_all_devices():
     tx = chain(accumulate(5, axis_name="data"), optax.sgd(1.0))
     init, update = on_mesh(tx)

@@ -100,8 +100,9 @@ def test_it_is_the_big_batch_and_its_metrics_are_those_of_the_window(inner, plac
                 (row["loss"], row["grad_norm"]), want_rows[i // k], rtol=1e-5
             )
         else:
-            assert np.isnan(row["loss"])
-            assert np.isnan(row["grad_norm"])
+            before = rows[i - 1] if i else {"loss": 0, "grad_norm": 0}
+            assert row["loss"] == before["loss"]
+            assert row["grad_norm"] == before["grad_norm"]
     assert has_updated(opt_state)
 
 
@@ -263,26 +264,16 @@ def test_with_every_k_1_there_is_nothing_to_flush(place):
     assert not metrics["emitted"]
 
 
-def test_what_stands_before_the_accumulator_and_windows_of_windows():
+def test_what_stands_before_the_accumulator_sees_micro_gradients():
     scale = optax.scale(2.0)
-    tx = chain(scale, accumulate(2, accumulate(3, optax.sgd(0.25))))
+    tx = chain(scale, accumulate(6, optax.sgd(0.25)))
     params, _, rows = train(make_train_step(loss_fn, tx), X[:6])
     want, ((loss, _),) = big_batches(optax.sgd(0.5), [X[:6].reshape(-1, 2)])
     chex.assert_trees_all_close(params, want, rtol=1e-5)
-    assert [bool(row["emitted"]) for row in rows] == [False] * 5 + [True]
     np.testing.assert_allclose(rows[-1]["loss"], loss, rtol=1e-6)
 
-    tx = chain(scale, accumulate(2, accumulate(3, optax.sgd(0.25)), axis_name="data"))
+    tx = chain(scale, accumulate(6, optax.sgd(0.25), axis_name="data"))
     params, _, rows = train(make_train_step(loss_fn, tx, mesh=MESH), X[:6])
-    chex.assert_trees_all_close(params, want, rtol=1e-5)
-    np.testing.assert_allclose(rows[-1]["loss"], loss, rtol=1e-6)
-
-
-def test_a_window_of_one_around_a_window_of_many_keeps_the_weights():
-    tx = accumulate(1, accumulate(2, optax.sgd(0.5)))
-    params, _, rows = train(make_train_step(loss_fn, tx), [X[0], X[1][:4]])
-    both = jnp.concatenate([X[0], X[1][:4]])
-    want, ((loss, _),) = big_batches(optax.sgd(0.5), [both])
     chex.assert_trees_all_close(params, want, rtol=1e-5)
     np.testing.assert_allclose(rows[-1]["loss"], loss, rtol=1e-6)
 
@@ -342,17 +333,6 @@ def test_aux_and_model_state_together():
     _, _, metrics, state = step(params, step.init(params), X[0], model_state=state)
     np.testing.assert_allclose(metrics["aux"], X[0].sum(), rtol=1e-6)
     assert state["count"] == 1
-
-
-def test_windows_of_windows_carry_the_model_state_until_the_update():
-    tx = accumulate(2, accumulate(2, optax.sgd(0.1)), axis_name="data")
-    step = make_train_step(with_statistics, tx, model_state=True, mesh=MESH)
-    params, state = params_of(), statistics()
-    opt_state = step.init(params)
-    for x in X[:4]:
-        params, opt_state, metrics, state = step(params, opt_state, x, model_state=state)
-    assert metrics["emitted"]
-    assert state["count"] == 4
 
 
 def test_on_one_device_the_model_state_moves_with_each_micro_batch():
@@ -576,7 +556,9 @@ def test_one_reduction_at_the_boundary_and_none_in_a_micro_step():
     found = collectives(step.lower(params, step.init(params), X[0]).compile())
     assert found.outside.count == found.in_loops.count == 0
     assert found.in_conditionals.kinds == {"all-reduce": 1}
-    assert found.in_conditionals.bytes == SUM_BYTES + 2 * SCALAR  # and the weight, and the loss
+    assert (
+        found.in_conditionals.bytes == SUM_BYTES + 3 * SCALAR
+    )  # and the weight, and two of the loss
 
 
 def test_the_model_state_crosses_devices_at_the_boundary_alone():
@@ -585,7 +567,7 @@ def test_the_model_state_crosses_devices_at_the_boundary_alone():
     lowered = step.lower(params, step.init(params), X[0], model_state=statistics())
     found = collectives(lowered.compile())
     assert found.outside.count == found.in_loops.count == 0
-    assert found.in_conditionals.bytes == SUM_BYTES + 2 * SCALAR + 3 * SCALAR
+    assert found.in_conditionals.bytes == SUM_BYTES + 3 * SCALAR + 3 * SCALAR
 
 
 @pytest.mark.parametrize("mesh", [None, MESH], ids=["one device", "eight devices"])
@@ -639,7 +621,14 @@ def test_params_and_state_are_donated():
         (
             lambda: make_train_step(loss_fn, accumulate(2, average_extra_args=("heat",))),
             ValueError,
-            r"average_extra_args of tx may name 'value' alone .*\['heat'\]",
+            r"average_extra_args of tx may name 'value', .*has_aux=True.*\['heat'\]",
+        ),
+        (
+            lambda: make_train_step(
+                loss_fn, accumulate(2, average_extra_args=("loss",)), has_aux=True
+            ),
+            ValueError,
+            r"average_extra_args of tx must not name what a train step shows.*\['loss'\]",
         ),
         (
             lambda: make_train_step(loss_fn, accumulate(2), mesh=MESH),
@@ -800,3 +789,42 @@ def test_a_state_of_another_number_of_devices_names_the_remedy():
         params, state, _ = large(params, state, x)
     want, _ = big_batches(optax.adam(1e-2), [X[:4].reshape(-1, 2)])
     chex.assert_trees_all_close(params, want, rtol=1e-5)
+
+
+def with_accuracy(params, x):
+    return loss_fn(params, x), {"accuracy": jnp.mean(x > 0), "unused": x}
+
+
+@pytest.mark.parametrize("mesh", [None, MESH], ids=["one device", "eight devices"])
+@pytest.mark.parametrize("k", [1, 2])
+def test_scalars_of_aux_are_averaged_over_the_window_where_tx_names_them(k, mesh):
+    seen = optax.GradientTransformationExtraArgs(
+        lambda params: jnp.zeros([]), lambda u, s, p=None, *, accuracy, **_: (u, accuracy)
+    )
+    axis_name = None if mesh is None else "data"
+    tx = accumulate(k, seen, average_extra_args=("accuracy",), axis_name=axis_name)
+    step = make_train_step(with_accuracy, tx, has_aux=True, mesh=mesh)
+    params, opt_state = params_of(), None
+    opt_state = step.init(params)
+    for i, x in enumerate(X[:4]):
+        params, opt_state, metrics = step(params, opt_state, x)
+        closed = (i + 1) // k * k  # micro-batches in closed windows
+        want = np.mean(np.asarray(X[closed - k : closed]) > 0) if closed else 0.0
+        np.testing.assert_allclose(metrics["accuracy"], want, rtol=1e-6)
+        np.testing.assert_allclose(opt_state.inner_state, want, rtol=1e-6)
+        assert metrics["aux"].keys() == {"accuracy", "unused"}
+
+
+@pytest.mark.parametrize(
+    ("aux", "message"),
+    [
+        (lambda x: jnp.mean(x), r"aux must be a dict with the scalars \['accuracy'\].*got a"),
+        (lambda x: {"other": x}, r"it lacks \['accuracy'\], and has \['other'\]"),
+        (lambda x: {"accuracy": x}, "accuracy must be a real scalar, got dtype float32 and shape"),
+    ],
+)
+def test_an_aux_without_the_scalars_that_tx_names_is_refused(aux, message):
+    tx = accumulate(2, average_extra_args=("accuracy",))
+    step = make_train_step(lambda params, x: (loss_fn(params, x), aux(x)), tx, has_aux=True)
+    with pytest.raises(ValueError, match=message):
+        step(params_of(), step.init(params_of()), X[0])
