@@ -121,11 +121,11 @@ class SyncTrainer(Trainer):
         )
 
     def micro_step(self, images, labels):
-        """Train on one micro-batch; returns the window's loss, NaN off the boundary."""
+        """Train on one micro-batch; returns the loss of the window that it closed, else NaN."""
         self.params, self.opt_state, metrics, self.rest = self.train_step(
             self.params, self.opt_state, (images, labels), model_state=self.rest
         )
-        return metrics["loss"]
+        return jnp.where(metrics["emitted"], metrics["loss"], jnp.nan)
 
     def evaluate(self, images, labels, batch=500):
         on_mesh = self.params, self.rest
