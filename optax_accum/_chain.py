@@ -130,8 +130,10 @@ def flush(
 
     Raises:
       ValueError: `weight` or `flush` is passed: there is no micro-step to weigh.
-      TypeError: `tx` does not come from `accumulate` or `chain`. Inside `optax.masked`,
-        `optax.partition` and the like use `tx.update(..., flush=True)`.
+      TypeError: `tx` does not come from `accumulate` or `chain`. Around an accumulator, in
+        `optax.partition`, `optax.masked` and the like, close the window with a micro-step that adds
+        nothing: `tx.update(zeros, opt_state, params, weight=0, flush=True)` with
+        `zeros = jax.tree.map(jnp.zeros_like, params)`, in the dtypes of the gradients.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -148,8 +150,10 @@ def flush(
     accumulator = accumulator_of(
         tx,
         "to be flushed",
-        "around it, close the window with a micro-step: tx.update(gradients, opt_state, params,"
-        " flush=True).",
+        "around it, close the window with a micro-step that adds nothing:"
+        " tx.update(zeros, opt_state, params, weight=0, flush=True), where"
+        " zeros = jax.tree.map(jnp.zeros_like, params) in the dtypes of the gradients."
+        " (accumulate_in_momentum takes share=0 in place of weight=0.)",
     )
     _validation.check_params(params)
     _validation.check_not_passed("flush", extra_args, ("weight", "flush"))

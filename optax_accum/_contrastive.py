@@ -100,6 +100,7 @@ def contrastive_value_and_grad(
 
     def value_and_grad(params, batch, *rngs):
         _call_validation.check_keys(rngs, rng_at)
+        _validation.check_inexact(params, "params")
         batch = jax.tree.map(jnp.asarray, batch)
         size = _call_validation.check_batch(batch)
         _call_validation.check_enough_examples(num, size)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from optax_accum import _validation
+
 
 class Model(NamedTuple):
     """The user's model, whatever it is written in."""
@@ -31,6 +33,7 @@ def model_of(loss_fn, micro_loss_fn, params, model_state, has_aux, rng) -> Model
         params, model_state, pure = _of_module(nnx, params, has_aux)
     else:
         pure = functools.partial(_of_function, model_state is not None, has_aux)
+    _validation.check_model(params, "params")
     params = jax.tree.map(jnp.asarray, params)
     gradient = lambda loss_fn: jax.jit(jax.grad(pure(loss_fn), has_aux=True))
     return Model(params, model_state, rng, gradient(loss_fn), gradient(micro_loss_fn))

@@ -146,6 +146,7 @@ class TrainStep:
         Returns:
           The state of `tx`, with what a call shows of the last window.
         """
+        _validation.check_model(params, "params")
         if model_state is not None:
             self._check_model_state(model_state)
             _call_validation.check_no_keys("model_state", model_state)
@@ -190,6 +191,7 @@ class TrainStep:
         Returns:
           What a call returns, without `aux`. An empty window changes nothing.
         """
+        _validation.check_model(params, "params")
         self._check_model_state(model_state)
         return self._compiled_flush(
             self._on_mesh(params),
@@ -202,6 +204,7 @@ class TrainStep:
         return *_METRICS, *self._micro_step.averaged_aux
 
     def _arguments(self, params, opt_state, batch, rng, model_state):
+        _validation.check_model(params, "params")
         _call_validation.check_given("rng", rng, self._micro_step.rng)
         self._check_model_state(model_state)
         num_examples = _call_validation.check_batch(batch)

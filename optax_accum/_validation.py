@@ -251,8 +251,33 @@ def value_to_average(name: str, value: Any, dtype: Any) -> jax.Array:
         ) from None
 
 
+def check_leaves(tree: Any, what: str, remedy: str = "") -> None:
+    """Require arrays and numbers: what has a dtype."""
+    if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree)):
+        return  # quickly, since a train step asks in each call
+    for path, leaf in tree_flatten_with_path(tree)[0]:
+        # The scalar types of numpy and jax, jnp.float32 say, have a dtype and are no arrays.
+        has_dtype = hasattr(leaf, "dtype") and not isinstance(leaf, type)
+        if not has_dtype and not is_arraylike(leaf):
+            raise ValueError(
+                f"{what} must hold arrays and numbers; {what}{keystr(path)} is {leaf!r}.{remedy}"
+            )
+
+
+def check_model(params: Any, what: str) -> None:
+    """Require the parameters of a model without its functions and other static parts."""
+    check_leaves(
+        params,
+        what,
+        " Take the arrays of such a model: params, static = eqx.partition(model,"
+        " eqx.is_inexact_array) for an Equinox module (or eqx.filter(model, eqx.is_inexact_array)),"
+        " and eqx.combine(params, static) in loss_fn.",
+    )
+
+
 def check_inexact(tree: Any, what: str) -> None:
     """Require floating or complex leaves, which alone have gradients to sum."""
+    check_model(tree, what)
     for path, leaf in tree_flatten_with_path(tree)[0]:
         if not jnp.issubdtype(dtype_of(leaf), jnp.inexact):
             raise ValueError(
@@ -313,6 +338,7 @@ def check_params(params: Any) -> None:
     """Require parameters, which `flush` takes for gradients."""
     if params is None:
         raise ValueError("params must not be None: flush has no gradient to take the dtypes from.")
+    check_model(params, "params")
 
 
 def check_not_passed(function: str, extra_args: dict[str, Any], names: Iterable[str]) -> None:

@@ -1,7 +1,10 @@
 """Bad input: each error gives the name, the rule and the value."""
 
 import copy
+import re
 
+import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +18,14 @@ from optax_accum import (
     accumulate,
     accumulate_in_momentum,
     chain,
+    contrastive_value_and_grad,
     flush,
     has_updated,
+    make_train_step,
+    microbatch_value_and_grad,
+    plan_microbatches,
 )
+from optax_accum.testing import assert_window_equivalence
 
 PARAMS = {"w": jnp.zeros((2, 3)), "b": {"c": jnp.zeros(3)}}
 GRADIENTS = jax.tree.map(jnp.ones_like, PARAMS)
@@ -247,13 +255,105 @@ def test_inner_must_keep_its_state():
         jax.jit(tx.update)(GRADIENTS, tx.init(PARAMS))
 
 
-def test_flush_needs_an_accumulator_and_names_what_works_elsewhere():
-    tx = optax.masked(accumulate(2, optax.sgd(1.0)), True)
-    with pytest.raises(TypeError, match=r"update\(gradients, opt_state, params, flush=True\)"):
-        flush(tx, tx.init(PARAMS), PARAMS)
-    updates, state = tx.update(GRADIENTS, tx.init(PARAMS), PARAMS, flush=True)
+def made_by_hyperparams(learning_rate):
+    return accumulate(4, optax.sgd(learning_rate))
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        optax.chain(accumulate(4, optax.sgd(1.0))),
+        optax.masked(accumulate(4, optax.sgd(1.0)), True),
+        optax.partition({"all": accumulate(4, optax.sgd(1.0))}, lambda params: "all"),
+        optax.named_chain(("window", accumulate(4, optax.sgd(1.0)))),
+        optax.inject_hyperparams(made_by_hyperparams)(learning_rate=1.0),
+        optax.apply_if_finite(accumulate(4, optax.sgd(1.0)), 3),
+    ],
+    ids=["chain", "masked", "partition", "named_chain", "inject_hyperparams", "apply_if_finite"],
+)
+def test_the_error_of_flush_names_the_call_that_closes_the_window_of_any_wrapper(wrapped):
+    state = wrapped.init(PARAMS)
+    for size in (1.0, 3.0):
+        gradients = jax.tree.map(lambda g, size=size: size * g, GRADIENTS)
+        _, state = wrapped.update(gradients, state, PARAMS)
+    with pytest.raises(TypeError) as error:
+        flush(wrapped, state, PARAMS)
+    message = str(error.value)
+    call = re.search(r"tx\.update\(.*?\)", message).group()
+    zeros = re.search(r"zeros = (.*?\))", message).group(1)
+    names = {"jax": jax, "jnp": jnp, "tx": wrapped, "opt_state": state, "params": PARAMS}
+    updates, state = eval(call, {**names, "zeros": eval(zeros, names)})
+    chex.assert_trees_all_equal(updates, jax.tree.map(lambda p: jnp.full_like(p, -2.0), PARAMS))
+    assert has_updated(state)
+
+
+def test_the_error_of_flush_names_the_call_for_momentum_too():
+    tx = accumulate_in_momentum(2, 1.0, 0.0)
+    state = tx.init(PARAMS)
+    _, state = tx.update(GRADIENTS, state, PARAMS, share=1.0)
+    with pytest.raises(TypeError, match="accumulate_in_momentum takes share=0 in place of weight"):
+        flush(tx, state, PARAMS)
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    updates, state = tx.update(zeros, state, PARAMS, share=0, flush=True)
     np.testing.assert_array_equal(updates["w"], -1)
     assert has_updated(state)
+
+
+EQUINOX_MLP = eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))  # its activations are leaves
+MODEL_WITH_A_FUNCTION = {"w": jnp.ones(3), "activation": jnp.tanh}
+MODELS = {"Equinox": EQUINOX_MLP, "a function": MODEL_WITH_A_FUNCTION}
+
+
+def model_loss(model, x):
+    return jnp.mean(model["activation"](x * model["w"]))
+
+
+MODEL_USES = {
+    "init": lambda model: accumulate(4, optax.sgd(1.0)).init(model),
+    "init with every_k=1": lambda model: accumulate(1, optax.sgd(1.0)).init(model),
+    "init of momentum": lambda model: accumulate_in_momentum(4, 1.0, 0.9).init(model),
+    "flush": lambda model: flush(
+        accumulate(4), accumulate(4).init(eqx.filter(model, eqx.is_array)), model
+    ),
+    "flush with every_k=1": lambda model: flush(
+        accumulate(1), accumulate(1).init(eqx.filter(model, eqx.is_array)), model
+    ),
+    "a train step's init": lambda model: make_train_step(model_loss, accumulate(2)).init(model),
+    "a train step": lambda model: make_train_step(model_loss, accumulate(2))(
+        model, accumulate(2).init(eqx.filter(model, eqx.is_array)), jnp.ones((2, 3))
+    ),
+    "microbatch": lambda model: microbatch_value_and_grad(model_loss, 2)(model, jnp.ones((2, 3))),
+    "contrastive": lambda model: contrastive_value_and_grad(
+        lambda model, x: x * model["w"], lambda model, r: r.mean(), 2
+    )(model, jnp.ones((2, 3))),
+    "plan": lambda model: plan_microbatches(model_loss, model, jnp.ones((2, 3)), memory_budget=1e9),
+    "assert_window_equivalence": lambda model: assert_window_equivalence(
+        model_loss, model, jnp.ones((2, 3)), 2
+    ),
+}
+
+
+@pytest.mark.parametrize("use", MODEL_USES.values(), ids=MODEL_USES)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_a_model_with_functions_among_its_leaves_is_told_to_partition_it(model, use):
+    with pytest.raises(ValueError, match=r"must hold arrays.*activation.* is <.*eqx\.partition\("):
+        use(model)
+
+
+def test_an_equinox_model_trains_as_the_error_says():
+    params, static = eqx.partition(EQUINOX_MLP, eqx.is_inexact_array)
+    x = jnp.ones((6, 3))
+
+    def loss_fn(params, x):
+        return jnp.mean(jax.vmap(eqx.combine(params, static))(x) ** 2)
+
+    tx = accumulate(4, optax.sgd(0.1))
+    state = tx.init(eqx.filter(EQUINOX_MLP, eqx.is_inexact_array))
+    for part in (x[:4], x[4:]):
+        _, state = tx.update(jax.grad(loss_fn)(params, part), state, params, weight=len(part))
+    updates, _ = flush(tx, state, params)
+    want = jax.tree.map(lambda g: -0.1 * g, jax.grad(loss_fn)(params, x))
+    chex.assert_trees_all_close(updates, want, rtol=1e-5)
 
 
 def test_has_updated_needs_an_accumulator():
