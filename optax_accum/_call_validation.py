@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from optax_accum._axis import axis_names
-from optax_accum._validation import dtype_of, is_arraylike, is_real
+from optax_accum._validation import check_leaves, dtype_of, is_arraylike, is_real
 
 
 def check_statistics(means: jax.Array, variances: jax.Array, counts: Any) -> None:
@@ -59,18 +59,62 @@ def check_collections(collections: Any) -> None:
 
 
 def check_batch(batch: Any) -> int:
-    """Require arrays with one example axis, the first; returns the number of examples."""
+    """Require arrays that are split along one example axis, the first; returns its length."""
+    check_leaves(batch, "batch")
     sizes = {}
     for path, leaf in tree_flatten_with_path(batch)[0]:
         if not jnp.ndim(leaf):
             raise ValueError(
-                "batch must hold arrays with the example axis first;"
-                f" batch{keystr(path)} is the scalar {leaf!r}."
+                "batch must hold arrays with the example axis first, along which it is split;"
+                f" batch{keystr(path)} is the scalar {leaf!r}. Give each example one of its own, as"
+                " jnp.full(num_examples, scalar) does, or let loss_fn take it from elsewhere."
             )
         sizes[f"batch{keystr(path)}"] = len(leaf)
-    if len(set(sizes.values())) != 1 or not min(sizes.values()):
-        raise ValueError(f"batch must hold one number of examples in all its arrays, got {sizes}.")
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            "batch must hold one number of examples in all its arrays, the length of axis 0, along"
+            f" which it is split; got {sizes}. jnp.moveaxis(x, axis, 0) brings the examples of"
+            " another axis there."
+        )
+    if not sizes or not min(sizes.values()):
+        raise ValueError(
+            "batch must hold at least one example, in arrays with the example axis first; got"
+            f" {sizes or f'no array in {batch!r}'}."
+        )
     return min(sizes.values())
+
+
+def check_not_empty(batch: Any) -> None:
+    """Require a row in the arrays of a batch, if it has any."""
+    sizes = _lengths(batch)
+    if sizes and not max(sizes.values()):
+        raise ValueError(f"batch must hold at least one example, got {sizes}.")
+
+
+def count_examples(batch: Any) -> int | None:
+    """The number of examples in a batch that is not split; None where its arrays do not agree.
+
+    Its scalars are of all examples.
+    """
+    sizes = {*_lengths(batch).values()}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def refuse_uncounted(batch: Any) -> None:
+    """Refuse a batch without the number of examples, which is the weight of a micro-batch."""
+    raise ValueError(
+        "batch must hold at least one example and one number of them in all its arrays, the length"
+        " of axis 0, where it is the weight of the micro-batch; got"
+        f" {_lengths(batch) or f'no array in {batch!r}'}. For a batch of another form make the step"
+        " with weight_fn=, the weight of a micro-batch: weight_fn=lambda batch: 1 where all weigh"
+        " the same."
+    )
+
+
+def _lengths(batch: Any) -> dict[str, int]:
+    """The lengths of the arrays in a batch along their first axis."""
+    leaves = tree_flatten_with_path(batch)[0]
+    return {f"batch{keystr(path)}": len(leaf) for path, leaf in leaves if jnp.ndim(leaf)}
 
 
 def check_mesh(mesh: Any, axis_name: Any) -> None:

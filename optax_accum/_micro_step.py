@@ -87,6 +87,8 @@ class MicroStep:
     def run(self, params, opt_state, batch, rng, model_state):
         """Take a micro-batch; returns params, state, metrics and the new model state, if any."""
         state, axis_name = accumulate_state(opt_state), self.accumulator.gathering.axis_name
+        _call_validation.check_not_empty(batch)
+        weight = self._weight(batch, state)
         own = self._own(opt_state, model_state)
         args = [params if axis_name is None else varying(params, axis_name)]
         args += [own] if self.model_state else []
@@ -96,10 +98,6 @@ class MicroStep:
         loss, (new_own, aux), gradients = self.loss_fn.value_and_grad(*args, loss_scale=scale)
         if axis_name is not None:
             check_own("loss_fn", loss, axis_name)
-        if self.weight_fn is not None:
-            weight = _call_validation.weight(self.weight_fn(batch))
-        else:
-            weight = _call_validation.check_batch(batch)
         averaged = {"value": loss, **_call_validation.averaged_aux(self.averaged_aux, aux)}
         update = functools.partial(self.update, gradients, weight=weight, **averaged)
         params, opt_state, metrics, *rest = self._behind_gate(
@@ -158,6 +156,17 @@ class MicroStep:
                 model_state,
             )
         return held.params, opt_state, metrics, new_own
+
+    def _weight(self, batch, state):
+        """The weight of this micro-batch on this device; None where it cancels and none is told."""
+        if self.weight_fn is not None:
+            return _call_validation.weight(self.weight_fn(batch))
+        gathering = self.accumulator.gathering
+        is_mean = gathering.normalize == "mean" and gathering.axis_name is None
+        num_examples = _call_validation.count_examples(batch)
+        if num_examples is None and not (is_mean and state.window_sum is None):
+            _call_validation.refuse_uncounted(batch)
+        return num_examples
 
     def _key(self, rng, state):
         """The key of this micro-batch on this device."""

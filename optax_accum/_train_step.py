@@ -48,7 +48,7 @@ def make_train_step(
         `average_extra_args` names. On a mesh nothing with a state may stand before the accumulator.
       has_aux: Whether `loss_fn` returns something to hand out.
       weight_fn: `weight_fn(batch)`, the weight of a micro-batch: the tokens in it, say. Default:
-        its number of examples. It sees the part of one device.
+        its number of examples, the length of axis 0. It sees the part of one device.
       rng: Whether `loss_fn` takes a key. Each micro-batch and each device gets its own, folded from
         the key of the call, so that one key serves a whole training.
       model_state: Whether `loss_fn` takes and returns a state that no gradient moves: the
@@ -61,9 +61,12 @@ def make_train_step(
 
           params, opt_state, metrics = step(params, opt_state, batch, *, rng=None, model_state=None)
 
-      and with `model_state` a fourth value, the new one. Arrays in `batch` have the example axis
-      first, which the devices share out between them as it lies. `params` and `opt_state` are
-      donated: use what is returned. `metrics` is a dict of
+      and with `model_state` a fourth value, the new one. On a mesh all in `batch` are arrays with
+      the example axis first, which the devices share out between them as it lies. On one device
+      nothing is split: with `weight_fn`, or where a window is one micro-batch, `batch` is any tree
+      (graphs, scalars, the examples along another axis); else its arrays have the example axis
+      first, from which the weight is taken. `params` and `opt_state` are donated: use what is
+      returned. `metrics` is a dict of
 
       - `loss`: float32 [], Σ wᵢ lossᵢ / Σ wᵢ of the last window that updated, over all devices;
         0 before the first. `emitted` tells whether this call closed it.
@@ -83,8 +86,9 @@ def make_train_step(
     Raises:
       TypeError: `tx` does not come from `accumulate` or `chain`.
       ValueError: An argument breaks its rule: `mesh` without `axis_name`, or the other way round;
-        a mesh without that axis; a batch that the devices do not divide; a state of another number
-        of devices; a key or a model state that is missing, or too many.
+        a mesh without that axis; a batch without an example, without the example axis where that
+        is needed, or that the devices do not divide; a state of another number of devices; a key
+        or a model state that is missing, or too many.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -207,8 +211,9 @@ class TrainStep:
         _validation.check_model(params, "params")
         _call_validation.check_given("rng", rng, self._micro_step.rng)
         self._check_model_state(model_state)
-        num_examples = _call_validation.check_batch(batch)
+        _validation.check_leaves(batch, "batch")
         if self._mesh is not None:
+            num_examples = _call_validation.check_batch(batch)
             _call_validation.check_divides(num_examples, self._num_devices(), self._axis_name)
         return (
             self._on_mesh(params),

@@ -707,7 +707,26 @@ PLAIN = functools.partial(make_train_step, loss_fn, accumulate(2, optax.sgd(0.1)
             r"model_state\['mean'\] goes from float32\[2\] to float32\[3\]",
         ),
         (lambda: call_with_statistics({"mean": jnp.zeros(2)}), "model_state must have the tree"),
-        (lambda: call(PLAIN(), batch={}), "batch must hold one number of examples"),
+        (lambda: call(PLAIN(), batch={}), "batch must hold at least one example .* no array in {}"),
+        (lambda: call(PLAIN(), batch=X[0][:0]), r"batch must hold at least one example.*batch.*0"),
+        (
+            lambda: call(make_train_step(loss_fn, accumulate(1)), batch=X[0][:0]),
+            r"batch must hold at least one example, got {'batch': 0}",
+        ),
+        (lambda: call(on_mesh(2), batch=X[0][:0]), "batch must hold at least one example"),
+        (
+            lambda: call(PLAIN(), batch={"x": X[0], "y": X[0][:3]}),
+            r"one number of them in all its arrays.*16.*3.*make the step with weight_fn=",
+        ),
+        (
+            lambda: call(on_mesh(2), batch={"x": X[0], "y": X[0][:3]}),
+            r"one number of examples in all its arrays.*16.*3.*jnp.moveaxis\(x, axis, 0\)",
+        ),
+        (
+            lambda: call(on_mesh(2), batch={"x": X[0], "t": 0.5}),
+            r"along which it is split; batch\['t'\] is the scalar 0.5.* jnp.full\(num_examples",
+        ),
+        (lambda: call(PLAIN(), batch={"x": X[0], "id": "a"}), r"batch\['id'\] is 'a'"),
         (lambda: call(PLAIN(rng=True)), r"rng must be passed .*got none and rng=True"),
         (lambda: call(PLAIN(), rng=jax.random.key(0)), r"rng must be passed .*and rng=False"),
         (lambda: call(PLAIN(model_state=True)), r"model_state must be passed .*got none"),
@@ -757,6 +776,41 @@ PLAIN = functools.partial(make_train_step, loss_fn, accumulate(2, optax.sgd(0.1)
 def test_a_wrong_argument_of_a_call_is_named(run, message):
     with pytest.raises(ValueError, match=message):
         run()
+
+
+GRAPH = {"nodes": X[0], "senders": jnp.arange(5), "receivers": jnp.arange(5) + 1}
+UNSPLIT_BATCHES = {
+    "a graph": (GRAPH, lambda b: (b["nodes"][b["senders"]], b["nodes"][b["receivers"]])),
+    "a scalar": ({"x": X[0], "noise": 0.5}, lambda b: (b["x"] * b["noise"], b["x"])),
+    "the examples second": (jnp.stack([X[0][:, None], X[1][:, None], X[2][:, None]]), list),
+}
+
+
+@pytest.mark.parametrize("name", UNSPLIT_BATCHES)
+@pytest.mark.parametrize("k", [1, 2])
+def test_on_one_device_a_batch_has_any_form_where_its_size_is_not_the_weight(name, k):
+    batch, parts = UNSPLIT_BATCHES[name]
+
+    def loss(params, batch):
+        return sum(loss_fn(params, part) for part in parts(batch))
+
+    options = {} if k == 1 else {"weight_fn": lambda batch: 3}
+    step = make_train_step(loss, accumulate(k, optax.sgd(0.5)), **options)
+    params, _, rows = train(step, [batch] * k)
+    want, want_rows = big_batches(optax.sgd(0.5), [batch], loss)
+    chex.assert_trees_all_close(params, want, rtol=1e-5)
+    np.testing.assert_allclose(rows[-1]["loss"], want_rows[0][0], rtol=1e-5)
+
+
+def test_a_scalar_in_the_batch_of_one_device_is_no_example():
+    def loss(params, batch):
+        return loss_fn(params, batch["x"] * batch["noise"])
+
+    step = make_train_step(loss, accumulate(2, optax.sgd(0.5)))
+    parts = [{"x": X[0][:4], "noise": 0.5}, {"x": X[0][4:], "noise": 0.5}]
+    params, _, _ = train(step, parts)  # of 4 and 12 examples
+    want, _ = big_batches(optax.sgd(0.5), [{"x": X[0], "noise": 0.5}], loss)
+    chex.assert_trees_all_close(params, want, rtol=1e-5)
 
 
 def test_an_open_window_with_a_model_state_goes_from_8_to_2_devices():
