@@ -1,7 +1,7 @@
 """Trace-time checks of batches, of loss functions and of what they are called with."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -186,40 +186,6 @@ def check_positive(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a finite number above 0, got {value!r}.")
 
 
-def argument_numbers(
-    argnums: Any, batch_argnums: Any, rng_argnums: Any, carry_argnum: Any
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """The numbers of the arguments with a role; each may have one."""
-    given = {
-        "argnums": argnums,
-        "batch_argnums": batch_argnums,
-        "rng_argnums": rng_argnums,
-        "carry_argnum": () if carry_argnum is None else carry_argnum,
-    }
-    roles: dict[Any, str] = {}
-    numbers = {}
-    for name, value in given.items():
-        is_many = isinstance(value, tuple | list) and (name != "carry_argnum" or not value)
-        numbers[name] = tuple(value) if is_many else (value,)
-        for number in numbers[name]:
-            is_int = isinstance(number, int | np.integer) and not isinstance(number, bool)
-            if not is_int or number < 0:
-                raise ValueError(
-                    f"{name} must be the number of an argument, from 0, got {value!r}."
-                )
-            if number in roles:
-                raise ValueError(
-                    f"{name} must name other arguments than {roles[number]}, got {number} in both."
-                )
-            roles[number] = name
-    if not numbers["argnums"] or not numbers["batch_argnums"]:
-        raise ValueError(
-            f"argnums and batch_argnums must name an argument, got {argnums!r} and"
-            f" {batch_argnums!r}."
-        )
-    return numbers["argnums"], numbers["batch_argnums"], numbers["rng_argnums"]
-
-
 def check_keys_follow(rng_at: tuple[int, ...]) -> None:
     """Require keys that follow `params` and `batch`."""
     if sorted(rng_at) != [*range(2, 2 + len(rng_at))]:
@@ -229,22 +195,12 @@ def check_keys_follow(rng_at: tuple[int, ...]) -> None:
         )
 
 
-def check_keys(rngs: tuple, rng_at: tuple[int, ...]) -> None:
-    """Require as many keys as were announced."""
-    if len(rngs) != len(rng_at):
+def check_no_more_arguments(args: tuple, rng_at: tuple[int, ...]) -> None:
+    """Require no more by position than params, batch and as many keys as were announced."""
+    if len(args) > 2 + len(rng_at):
         raise ValueError(
             "encode_fn must be called with params, batch and a key for each of rng_argnums,"
-            f" {rng_at}; got {len(rngs)} arguments after batch."
-        )
-
-
-def check_has_arguments(args: tuple, numbers: Iterable[int], carry_argnum: Any) -> None:
-    """Require a call with the arguments that were named."""
-    needed = max(*numbers, -1 if carry_argnum is None else carry_argnum)
-    if len(args) <= needed:
-        raise ValueError(
-            f"the arguments must be given by position, at least {needed + 1} of them by the numbers"
-            f" of those with a role; got {len(args)}."
+            f" {rng_at}; got {len(args) - 2} arguments after batch."
         )
 
 
@@ -278,13 +234,13 @@ def examples_on_each_device(x: Any) -> int | None:
     return len(x) // math.prod(sharding.mesh.shape[name] for name in axis_names(rows))
 
 
-def check_key(number: int, key: Any) -> None:
+def check_key(label: str, key: Any) -> None:
     """Require one PRNG key, new or old."""
     dtype = getattr(key, "dtype", None)
     is_new = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     is_old = dtype == jnp.uint32 and jnp.ndim(key) == 1
     if not is_old and not (is_new and not jnp.ndim(key)):
-        raise ValueError(f"argument {number} must be one PRNG key, got {_shapes(key)}.")
+        raise ValueError(f"{label} must be one PRNG key, got {_shapes(key)}.")
 
 
 def check_arrays(name: str, tree: Any) -> None:

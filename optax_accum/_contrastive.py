@@ -7,9 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_accum import _call_validation, _validation
+from optax_accum import _call_arguments, _call_validation, _validation
 from optax_accum._canonical_conv import canonical_convolutions
 from optax_accum._microbatch import by_size, in_order, microbatch_value_and_grad, part_of, split_key
+
+_PART_OF_BATCH = (
+    "Put it into the batch, a tree, if it is; let encode_fn be a functools.partial that has {name}"
+    " if each micro-batch is to get all of it."
+)
 
 
 def contrastive_value_and_grad(
@@ -41,7 +46,10 @@ def contrastive_value_and_grad(
         gets one split from it (a single one the key itself), the same in both passes.
 
     Returns:
-      A function `(params, batch[, rng]) -> (loss, gradients)`, of arguments by position. Inside
+      A function `(params, batch[, rng]) -> (loss, gradients)`. These may also be passed by the
+      names that they have in the signature of `encode_fn`. All other keywords, such as
+      `is_train=True`, go to `encode_fn` as they are for each micro-batch; an array among them that
+      is as long as the batch is an error. Inside
       `jax.shard_map` let `loss_fn` gather the representations, `lax.all_gather(r, axis,
       tiled=True)`, and return `lax.pmean(loss, axis)`; call the function with `varying(params,
       axis)`, and sum the gradients, `lax.psum(gradients, axis)`. Without checked types, under
@@ -70,7 +78,8 @@ def contrastive_value_and_grad(
     _validation.check_function("encode_fn", encode_fn)
     _validation.check_function("loss_fn", loss_fn)
     _call_validation.check_count("num_microbatches", num_microbatches)
-    _, _, rng_at = _call_validation.argument_numbers(0, 1, rng_argnums, None)
+    roles = _call_arguments.checked_roles(0, 1, rng_argnums)
+    rng_at = roles.rng_argnums
     _call_validation.check_keys_follow(rng_at)
     num = int(num_microbatches)
     encode = canonical_convolutions(encode_fn) if num > 1 else encode_fn
@@ -78,14 +87,15 @@ def contrastive_value_and_grad(
     def checked_loss(params, representations):
         return _call_validation.loss(loss_fn(params, representations))
 
-    def whole(params, batch, *rngs):
-        representations = encode_fn(params, batch, *rngs)
+    def whole(params, batch, /, *rngs, **keywords):
+        representations = encode_fn(params, batch, *rngs, **keywords)
         _call_validation.check_representations(representations, _call_validation.check_batch(batch))
         return checked_loss(params, representations)
 
-    def surrogate(params, batch, cotangents, *rngs):
+    def surrogate(params, batch, cotangents, /, *rngs, **keywords):
         """A number whose gradient is a micro-batch's part of the sum."""
-        differentiable = filter(_is_inexact, jax.tree.leaves(encode_fn(params, batch, *rngs)))
+        representations = encode_fn(params, batch, *rngs, **keywords)
+        differentiable = filter(_is_inexact, jax.tree.leaves(representations))
         pairs = zip(differentiable, cotangents, strict=True)
         return sum(jnp.sum(r * c).real.astype(jnp.float32) for r, c in pairs)
 
@@ -98,14 +108,18 @@ def contrastive_value_and_grad(
         weight_fn=lambda batch, cotangents: 1,
     )
 
-    def value_and_grad(params, batch, *rngs):
-        _call_validation.check_keys(rngs, rng_at)
+    def value_and_grad(*args, **keywords):
+        _call_validation.check_no_more_arguments(args, rng_at)
+        call = _call_arguments.arrange(encode_fn, roles, args, keywords)
+        (params,), (batch,) = ([call.row[i] for i in at] for at in (call.grad_at, call.batch_at))
+        rngs, keywords = [call.row[i] for i in call.rng_at], call.shared_keywords
         _validation.check_inexact(params, "params")
-        batch = jax.tree.map(jnp.asarray, batch)
         size = _call_validation.check_batch(batch)
+        batch = jax.tree.map(jnp.asarray, batch)
         _call_validation.check_enough_examples(num, size)
+        _call_arguments.check_shared_keywords(keywords, size, _PART_OF_BATCH)
         if num == 1:
-            return jax.value_and_grad(whole)(params, batch, *rngs)
+            return jax.value_and_grad(whole)(params, batch, *rngs, **keywords)
         keys = [split_key(rng, num) for rng in rngs]
 
         def forward(numbers, is_larger):
@@ -113,7 +127,7 @@ def contrastive_value_and_grad(
 
             def body(_, i):
                 part = jax.tree.map(lambda x: part_of(x, i, num, is_larger), batch)
-                rows = encode(params, part, *(key[i] for key in keys))
+                rows = encode(params, part, *(key[i] for key in keys), **keywords)
                 _call_validation.check_representations(rows, _call_validation.check_batch(part))
                 return None, rows
 
@@ -129,7 +143,7 @@ def contrastive_value_and_grad(
         loss, (direct, cotangents) = jax.value_and_grad(of_leaves, (0, 1))(
             params, list(filter(_is_inexact, leaves))
         )
-        _, through = backward(params, batch, cotangents, *rngs)
+        _, through = backward(params, batch, cotangents, *rngs, **keywords)
         return loss, jax.tree.map(jnp.add, direct, through)
 
     return value_and_grad

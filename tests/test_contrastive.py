@@ -123,6 +123,20 @@ def test_integers_and_complex_numbers_may_be_among_the_representations(num):
     )
 
 
+@pytest.mark.parametrize("num", [1, 4])
+def test_keywords_go_to_the_encoder(num):
+    def encode_where(params, batch, key, *, is_train, scale):
+        out = encode(params, batch, key if is_train else None)
+        return jax.tree.map(lambda r: r * scale.sum(), out)
+
+    run = contrastive_value_and_grad(encode_where, info_nce, num, rng_argnums=2)
+    keywords = {"batch": X, "key": jax.random.key(0), "scale": jnp.ones(2)}
+    got = jax.jit(functools.partial(run, is_train=False))(PARAMS, **keywords)
+    big = lambda params: info_nce(params, encode_where(params, is_train=False, **keywords))
+    chex.assert_trees_all_close(got, jax.value_and_grad(big)(PARAMS), rtol=1e-5, atol=1e-6)
+    run(PARAMS, is_train=True, **keywords)
+
+
 def test_memory_is_that_of_a_micro_batch():
     params = params_of(width=4096)
     batch = jax.tree.map(lambda x: jnp.tile(x, (32, 1)), X)
@@ -147,7 +161,7 @@ def test_memory_is_that_of_a_micro_batch():
         ),
         (
             lambda: contrastive_value_and_grad(encode, info_nce, 2, rng_argnums=2)(PARAMS, X),
-            r"a key for each of rng_argnums, \(2,\); got 0 arguments after batch",
+            "argument 2 must be passed, since rng_argnums names it; got 2 arguments by position",
         ),
         (
             lambda: contrastive_value_and_grad(encode, info_nce, 2)(PARAMS, X, jax.random.key(0)),
@@ -166,6 +180,24 @@ def test_memory_is_that_of_a_micro_batch():
         (
             lambda: contrastive_value_and_grad(lambda p, x: {}, info_nce, 2)(PARAMS, X),
             "encode_fn must return arrays with a row for each example; got the empty {}",
+        ),
+        (
+            lambda: contrastive_value_and_grad(lambda p, x, y: x, info_nce, 2)(
+                PARAMS, X, y=X["text"]
+            ),
+            "y, passed by keyword, has the 24 rows of the batch.* Put it into the batch",
+        ),
+        (
+            lambda: contrastive_value_and_grad(lambda p, x, rngs: x, info_nce, 2)(
+                PARAMS, X, rngs=jax.random.key(0)
+            ),
+            "rngs, passed by keyword, is a random key without a role",
+        ),
+        (
+            lambda: contrastive_value_and_grad(encode, info_nce, 1)(
+                PARAMS, jax.tree.map(lambda x: x[:0], X)
+            ),
+            "batch must hold at least one example",
         ),
         (
             lambda: contrastive_value_and_grad(encode, lambda p, r: r["text"], 2)(PARAMS, X),

@@ -120,11 +120,48 @@ def test_aux_scalars_are_means_and_rows_keep_the_order_of_the_batch(num):
     run = microbatch_value_and_grad(with_aux, num, has_aux=True)
     (loss, aux), _ = jax.jit(run)(PARAMS, X)
     assert_close((aux["rows"], aux["matrix"], aux["mean"]), (X.sum(1), X, X.mean()), rtol=1e-4)
-    sizes = [len(X[i::num]) for i in range(num)]
-    chex.assert_trees_all_close(aux["size"], jnp.float32(np.average(sizes, weights=sizes)))
-    chex.assert_type(aux["size"], jnp.float32)  # a mean, whatever num
+    chex.assert_trees_all_equal(aux["size"], jnp.int32(24))
     assert_close(loss, loss_fn(PARAMS, X))
     assert aux["none"] is None
+
+
+def test_integers_in_aux_are_counts_and_bools_are_means_whatever_the_number_of_micro_batches():
+    def with_counts(params, x):
+        positive = (x[:, 0] > 0).sum()
+        aux = {
+            "positive": positive,
+            "small": positive.astype(jnp.uint8),
+            "beyond float32": positive * 2**26 + 1,  # a float32 would lose the 1
+            "all finite": jnp.isfinite(x).all(),
+        }
+        return loss_fn(params, x), aux
+
+    positive = int((X[:, 0] > 0).sum())
+    for num in (1, 3, 5):
+        run = jax.jit(microbatch_value_and_grad(with_counts, num, has_aux=True))
+        (_, aux), _ = run(PARAMS, X)
+        want = {
+            "positive": jnp.int32(positive),
+            "small": jnp.uint8(positive),
+            "beyond float32": jnp.int32(positive * 2**26 + num),
+            "all finite": jnp.float32(1),
+        }
+        chex.assert_trees_all_equal_dtypes(aux, want)
+        chex.assert_trees_all_close(aux, want, rtol=1e-6)
+        assert aux["beyond float32"] == want["beyond float32"]
+        assert not any(x.weak_type for x in jax.tree.leaves(aux))
+
+
+@pytest.mark.parametrize("normalize", ["mean", "sum", "ratio"])
+def test_a_count_is_summed_over_the_micro_batches_that_count(normalize):
+    def with_count(params, x):
+        return loss_fn(params, x), len(x)
+
+    weight_fn = lambda x: jnp.where(x[0, 0] == 0, 0, len(x))
+    x = X.at[1::5].set(0)  # the second of five: 5 examples of 24
+    options = {"weight_fn": weight_fn, "normalize": normalize, "has_aux": True}
+    (_, count), _ = microbatch_value_and_grad(with_count, 5, **options)(PARAMS, x)
+    assert count == 24 - 5
 
 
 def test_aux_may_be_complex_and_empty_and_wider_than_the_parameters():
@@ -174,6 +211,121 @@ def test_several_batch_arguments_and_argnums():
     options = {"argnums": (0, 2), "batch_argnums": (1, 3)}
     got = microbatch_value_and_grad(two, 5, **options)(*args)
     assert_close(got, jax.value_and_grad(two, (0, 2))(*args))
+
+
+# Arguments by keyword.
+
+
+def keyword_loss(params, x, y=None, *, table=None, is_train=False, **more):
+    assert isinstance(is_train, bool)  # as it was passed, no tracer
+    loss = losses(params, x)
+    loss = loss if y is None else loss * y
+    loss = loss if table is None else loss * table.sum()
+    for factor in more.values():
+        loss = loss * factor
+    return loss.mean() * (2 if is_train else 1)
+
+
+def keyword_only_loss(params, *, x, y):
+    return (losses(params, x) * y).mean()
+
+
+Y = X[:, 1]
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "args", "keywords"),
+    [
+        (keyword_loss, {}, (PARAMS,), {"x": X, "is_train": True}),
+        (keyword_loss, {}, (), {"x": X, "params": PARAMS}),
+        (keyword_loss, {}, (PARAMS, X), {"table": jnp.ones(5)}),
+        (keyword_loss, {"batch_argnums": (1, 2)}, (PARAMS,), {"y": Y, "x": X}),
+        (keyword_loss, {"batch_argnames": "y"}, (PARAMS, X), {"y": Y}),
+        (keyword_loss, {"batch_argnames": ("x", "y")}, (PARAMS, X, Y), {}),
+        (keyword_loss, {"batch_argnames": "z"}, (PARAMS, X), {"z": Y, "table": jnp.ones(24)}),
+        (keyword_loss, {"batch_argnames": ()}, (PARAMS, X), {"table": jnp.ones(24)}),
+        (keyword_only_loss, {"batch_argnames": ["x", "y"]}, (PARAMS,), {"x": X, "y": Y}),
+        (functools.partial(keyword_loss, is_train=True), {}, (PARAMS,), {"x": X}),
+    ],
+)
+@pytest.mark.parametrize("num", [1, 5])
+def test_keywords_work_as_in_a_call_of_the_loss(loss, options, args, keywords, num):
+    got = microbatch_value_and_grad(loss, num, **options)(*args, **keywords)
+    params, others = keywords.get("params", PARAMS), {**keywords}
+    others.pop("params", None)
+    assert_close(got, jax.value_and_grad(loss)(params, *args[1:], **others))
+
+
+def test_keywords_may_be_static_in_jit_and_follow_the_signature_of_the_loss():
+    run = microbatch_value_and_grad(keyword_loss, 4, batch_argnames="y")
+    got = jax.jit(run, static_argnames="is_train")(PARAMS, x=X, y=Y, is_train=True)
+    assert_close(got, jax.value_and_grad(keyword_loss)(PARAMS, X, Y, is_train=True))
+
+
+def test_keys_carry_and_weights_by_keyword_have_the_numbers_of_their_parameters():
+    def loss(params, x, key, carry, y):
+        assert key.shape == ()
+        return (losses(params, x) * y).mean(), carry + jax.random.uniform(key)
+
+    options = {"rng_argnums": 2, "carry_argnum": 3, "batch_argnums": (1, 4)}
+    run = microbatch_value_and_grad(loss, 3, weight_fn=lambda x, y: y.sum() ** 2, **options)
+    by_position = run(PARAMS, X, jax.random.key(0), jnp.zeros([]), Y)
+    by_keyword = run(PARAMS, y=Y, carry=jnp.zeros([]), key=jax.random.key(0), x=X)
+    chex.assert_trees_all_equal(by_keyword, by_position)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "keywords", "message"),
+    [
+        (
+            keyword_loss,
+            {},
+            {"x": X, "y": Y},
+            r"y, passed by keyword, has the 24 rows of the batch.*batch_argnames='y' if it is, and"
+            r" batch_argnames=\(\) if",
+        ),
+        (
+            keyword_loss,
+            {},
+            {"x": X, "z": {"a": X}},
+            r"z\['a'\], passed by keyword, has the 24 rows",
+        ),
+        (
+            keyword_only_loss,
+            {},
+            {"x": X, "y": Y},
+            r"argument 1 must be passed.*\['x', 'y'\]\. Name what has no number.*batch_argnames",
+        ),
+        (
+            keyword_loss,
+            {"batch_argnames": "w"},
+            {"x": X},
+            r"batch_argnames must name arguments that the call passes, \['params', 'x'\]; got 'w'",
+        ),
+        (
+            keyword_loss,
+            {"batch_argnames": "params"},
+            {"x": X},
+            "batch_argnames must name arguments without another role; 'params' has one",
+        ),
+        (keyword_loss, {"batch_argnames": 1}, {"x": X}, "batch_argnames must be the name .*got 1"),
+        (
+            keyword_loss,
+            {"batch_argnames": ()},
+            {"x": X, "rngs": {"dropout": jax.random.key(0)}},
+            r"rngs\['dropout'\], passed by keyword, is a random key without a role.*rng_argnums",
+        ),
+        (
+            keyword_loss,
+            {},
+            {"x": X, "key": jax.random.PRNGKey(0)},
+            "key, passed by keyword, is a random key without a role",
+        ),
+    ],
+)
+def test_a_keyword_that_may_be_meant_to_be_split_is_named(loss, options, keywords, message):
+    with pytest.raises(ValueError, match=message):
+        microbatch_value_and_grad(loss, 2, **options)(PARAMS, **keywords)
 
 
 def test_one_micro_batch_compiles_to_the_plain_function():
@@ -326,10 +478,10 @@ def test_memory_is_that_of_a_micro_batch():
         ({"batch_argnums": 0}, "batch_argnums must name other arguments than argnums, got 0"),
         ({"rng_argnums": -1}, "rng_argnums must be the number of an argument, from 0, got -1"),
         ({"carry_argnum": 1}, "carry_argnum must name other arguments than batch_argnums"),
-        ({"batch_argnums": ()}, "argnums and batch_argnums must name an argument"),
-        ({"batch_argnums": np.int64(1), "argnums": 4}, "given by position, at least 5"),
+        ({"batch_argnums": ()}, r"argnums and batch_argnums \(or .*\) must name an argument"),
+        ({"batch_argnums": np.int64(1), "argnums": 4}, "argument 4 must be passed, since argnums"),
         ({"accumulator_dtype": jnp.float64}, "accumulator_dtype=float64 needs jax_enable_x64"),
-        ({"rng_argnums": 1, "batch_argnums": 0, "argnums": 2}, "at least 3"),
+        ({"rng_argnums": 1, "batch_argnums": 0, "argnums": 2}, "argument 2 must be passed"),
         (
             {"has_aux": True, "loss_fn": lambda p, x: (loss_fn(p, x), {"name": "a"})},
             r"aux must hold arrays and numbers; aux\['name'\] is 'a'",
@@ -338,7 +490,10 @@ def test_memory_is_that_of_a_micro_batch():
             {"has_aux": True, "loss_fn": lambda p, x: (loss_fn(p, x), jax.random.key(0))},
             "aux must hold scalars, which have a mean",
         ),
-        ({"batch_argnums": 2}, "the arguments must be given by position, at least 3"),
+        (
+            {"batch_argnums": 2},
+            r"argument 2 must be passed, since batch_argnums names it; got 2 .*in batch_argnames",
+        ),
         ({"loss_fn": losses}, r"loss_fn's loss must be a real floating scalar, got float32\[12\]"),
         ({"loss_fn": 1}, "loss_fn must be a function, got 1"),
         ({"has_aux": True}, r"loss_fn must be a pair, got float32\[\]"),
@@ -358,7 +513,10 @@ def test_a_wrong_argument_is_named(options, message):
     ("batch", "message"),
     [
         (jnp.float32(1), "batch must hold arrays with the example axis first"),
-        ((X, X[:3]), r"batch must hold one number of examples .*24.*3"),
+        ((X, X[:3]), r"batch must hold one number of examples .*24.*3.*jnp.moveaxis"),
+        (X[:0], r"batch must hold at least one example.*\{'batch\[0\]': 0\}"),
+        ({}, r"batch must hold at least one example.* no array in \[\{\}\]"),
+        ({"x": X, "id": "a"}, r"batch\[0\]\['id'\] is 'a'"),
     ],
 )
 def test_a_batch_without_one_leading_axis_is_named(batch, message):

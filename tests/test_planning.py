@@ -250,6 +250,8 @@ def test_bad_arguments_are_named():
         plan(1e9, tx=optax.adam)
     with pytest.raises(ValueError, match="batch is the scalar"):
         plan(1e9, batch=1.0)
+    with pytest.raises(ValueError, match="batch must hold at least one example"):
+        plan(1e9, batch=jnp.ones((0, 32)))
     with pytest.raises(ValueError, match="one number of examples"):
         plan(1e9, batch={"x": jnp.ones((4, 32)), "y": jnp.ones(3)})
     with pytest.raises(ValueError, match="loss must be a real floating scalar"):
