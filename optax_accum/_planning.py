@@ -68,7 +68,7 @@ def plan_microbatches(
     params: Any,
     batch: Any,
     *,
-    memory_budget: float,
+    memory_budget: float = 0.8,
     tx: optax.GradientTransformation | None = None,
 ) -> MicrobatchPlan:
     """Find the number of micro-batches that a batch needs to fit into memory.
@@ -95,7 +95,8 @@ def plan_microbatches(
         will be sharded).
       batch: The whole batch, the same way; the example axis comes first.
       memory_budget: Bytes; or, up to 1, a fraction of what JAX may allocate on the device, where
-        that is reported (three quarters of a card by default; not on CPU).
+        the device reports that (three quarters of a card, unless set otherwise; a CPU does not
+        report it, and needs bytes here).
       tx: The optimizer; of extra args it is given `value`, the loss (so not `optax.lbfgs` with a
         line search). Default: none, so that the step is loss and gradient alone.
 
@@ -294,8 +295,9 @@ def _budget(memory_budget):
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None:
         raise ValueError(
-            f"memory_budget must be in bytes where the device, {device.device_kind!r} here, does"
-            f" not report its memory; got the fraction {memory_budget!r}."
+            "memory_budget must be passed, in bytes, where the device does not report its memory,"
+            f" as {device.device_kind!r} does not; got the fraction {memory_budget!r}. 16 GB are"
+            " memory_budget=16e9."
         )
     return int(memory_budget * limit)
 

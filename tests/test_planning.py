@@ -226,13 +226,17 @@ def test_the_table_has_a_row_for_each_that_was_compiled():
         assert line.endswith("| yes |" if row.fits else "| no |")
 
 
-def test_a_fraction_is_of_the_devices_memory(monkeypatch):
+def test_a_fraction_is_of_the_devices_memory_and_four_fifths_unless_told(monkeypatch):
     device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 10**9}, device_kind="a card")
     with monkeypatch.context() as patch:
         patch.setattr(jax, "local_devices", lambda: [device])
         assert plan(0.25).memory_budget == 250_000_000
-    with pytest.raises(ValueError, match=r"memory_budget must be in bytes .* 'cpu' .* got .* 0.25"):
+        assert plan_microbatches(loss_fn, PARAMS, BATCH).memory_budget == 800_000_000
+    message = r"memory_budget must be passed, in bytes.*'cpu' does not; got the fraction {}.*=16e9"
+    with pytest.raises(ValueError, match=message.format(0.25)):
         plan(0.25)
+    with pytest.raises(ValueError, match=message.format(0.8)):
+        plan_microbatches(loss_fn, PARAMS, BATCH)
 
 
 @pytest.mark.parametrize("budget", [0, -1, True, "8 GB", None, float("nan"), float("inf"), 1j])
