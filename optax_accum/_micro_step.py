@@ -48,7 +48,8 @@ def applying(
                 "update_ratio": ratio(update_norm, params_norm),
             }
             applied = {name: x.astype(jnp.float32) for name, x in applied.items()}
-        new_params = optax.apply_updates(held.params, updates)
+        with jax.numpy_dtype_promotion("standard"):  # unscaled updates are wider than parameters
+            new_params = optax.apply_updates(held.params, updates)
         shown = {"loss": extra_args["value"], "grad_norm": grad_norm}
         shown |= {name: extra_args[name] for name in held.step_metrics.keys() - shown.keys()}
         shown = {name: jnp.asarray(x, jnp.float32) for name, x in shown.items()}

@@ -123,6 +123,19 @@ def test_integers_and_complex_numbers_may_be_among_the_representations(num):
     )
 
 
+@pytest.mark.parametrize("num", [1, 5])
+def test_it_runs_where_dtypes_are_not_promoted(num):
+    params, batch = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (PARAMS, X))
+    run = contrastive_value_and_grad(
+        lambda params, x: jnp.tanh(x["text"] @ params["text"]["in"]),
+        lambda params, r: (r @ r.T).mean() * params["temperature"],
+        num,
+    )
+    want = jax.jit(run)(params, batch)
+    with jax.numpy_dtype_promotion("strict"):
+        chex.assert_trees_all_equal(jax.jit(run)(params, batch), want)
+
+
 @pytest.mark.parametrize("num", [1, 4])
 def test_keywords_go_to_the_encoder(num):
     def encode_where(params, batch, key, *, is_train, scale):

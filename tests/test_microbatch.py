@@ -213,6 +213,32 @@ def test_several_batch_arguments_and_argnums():
     assert_close(got, jax.value_and_grad(two, (0, 2))(*args))
 
 
+@pytest.mark.parametrize("num", [1, 5])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (jnp.bfloat16, {}),
+        (jnp.bfloat16, {"normalize": "ratio", "weight_fn": lambda x: (x[:, 0] > 0).sum()}),
+        (jnp.float32, {"accumulator_dtype": jnp.bfloat16}),
+    ],
+)
+def test_it_runs_where_dtypes_are_not_promoted(dtype, num, options):
+    params, x = jax.tree.map(lambda a: a.astype(dtype), (PARAMS, X))
+
+    def loss(params, x, carry, key):
+        x = x + jax.random.normal(key, x.shape, x.dtype)
+        aux = {"count": (x > 0).sum(), "mean": x.mean(), "flag": x[0, 0] > 0, "rows": x}
+        return loss_fn(params, x), (carry + x.mean(0), aux)
+
+    run = microbatch_value_and_grad(
+        loss, num, has_aux=True, carry_argnum=2, rng_argnums=3, **options
+    )
+    args = params, x, jnp.zeros(4, dtype), jax.random.key(0)
+    want = jax.jit(run)(*args)
+    with jax.numpy_dtype_promotion("strict"):
+        chex.assert_trees_all_equal(jax.jit(run)(*args), want)
+
+
 # Arguments by keyword.
 
 

@@ -149,6 +149,15 @@ def test_without_an_optimizer_the_step_is_loss_and_gradient():
     )
 
 
+def test_a_plan_is_made_where_dtypes_are_not_promoted():
+    w, x = jnp.ones((8, 8), jnp.bfloat16), jnp.ones((512, 8), jnp.bfloat16)
+    make = lambda: plan(12_000, lambda w, x: jnp.mean(jnp.tanh(x @ w)), w, x, optax.sgd(0.1))
+    with jax.numpy_dtype_promotion("strict"):
+        strict = make()
+    assert strict == make()
+    assert strict.num_microbatches > 1
+
+
 TXS = {
     "clip and adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
     "reduce_on_plateau": optax.contrib.reduce_on_plateau(),

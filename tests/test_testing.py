@@ -597,6 +597,13 @@ def test_a_wrong_argument_is_named(batch, k, kwargs, message):
         assert_window_equivalence(loss, params, batch, k, **kwargs)
 
 
+def test_it_runs_where_dtypes_are_not_promoted():
+    params, x = {"w": jnp.ones((8, 3), jnp.bfloat16)}, jnp.asarray(X, jnp.bfloat16)
+    tx = accumulate(4, optax.sgd(0.1))
+    with jax.numpy_dtype_promotion("strict"):
+        assert_window_equivalence(lambda p, x: jnp.mean((x @ p["w"]) ** 2), params, x, 4, tx=tx)
+
+
 def test_a_module_brings_its_own_state():
     with pytest.raises(ValueError, match=r"model_state must be None for an nnx\.Module"):
         assert_window_equivalence(nnx_loss, NnxNet(group_norm), (X, Y), 4, model_state={})

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from optax_accum import (
     AccumulateState,
+    DynamicLossScale,
     accumulate,
     chain,
     has_updated,
@@ -779,6 +780,24 @@ def test_a_wrong_argument_of_a_call_is_named(run, message):
 
 
 GRAPH = {"nodes": X[0], "senders": jnp.arange(5), "receivers": jnp.arange(5) + 1}
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("loss_scale", [None, DynamicLossScale()])
+def test_a_bfloat16_step_runs_where_dtypes_are_not_promoted(k, loss_scale):
+    tx = accumulate(k, optax.sgd(0.5), loss_scale=loss_scale)
+    ends = []
+    for promotion in ("standard", "strict"):
+        with jax.numpy_dtype_promotion(promotion):
+            step = make_train_step(loss_fn, tx)
+            params, batch = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params_of(), X[0]))
+            opt_state = step.init(params)
+            for part in (batch[:4], batch[4:]):
+                params, opt_state, metrics = step(params, opt_state, part)
+            ends.append((params, opt_state, metrics))
+    chex.assert_trees_all_equal(*ends)
+
+
 UNSPLIT_BATCHES = {
     "a graph": (GRAPH, lambda b: (b["nodes"][b["senders"]], b["nodes"][b["receivers"]])),
     "a scalar": ({"x": X[0], "noise": 0.5}, lambda b: (b["x"] * b["noise"], b["x"])),
