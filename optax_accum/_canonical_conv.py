@@ -53,38 +53,13 @@ def canonical_convolutions(fun: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fun)
     def canonical(*args, **kwargs):
         jaxpr, arrays, result = _jaxprs.traced(fun, args, kwargs)
-        is_slow = any(map(_is_slow, _jaxprs.equations(jaxpr)))
-        evaluate = _evaluated(jaxpr) if is_slow else jaxpr_as_fun(jaxpr)
+        if any(map(_is_slow, _jaxprs.equations(jaxpr))):
+            evaluate = _jaxprs.rewritten(jaxpr, _is_slow, _fast_result)
+        else:
+            evaluate = jaxpr_as_fun(jaxpr)
         return result(evaluate(*arrays))
 
     return canonical
-
-
-def _evaluated(jaxpr: Any) -> Callable[..., list[Any]]:
-    return functools.partial(_jaxprs.evaluate, jaxpr, rule=_fast_where_slow)
-
-
-def _fast_where_slow(equation: Any, *inputs: Any) -> list[Any]:
-    """An equation's results, its convolutions in the fast layout."""
-    if _is_slow(equation):
-        return [_convolve(*inputs, **equation.params)]
-    if equation.primitive.name == "shard_map":  # its body means nothing outside of its mesh
-        return _jaxprs.bind(equation, *inputs)
-    params = {name: _rewritten(value) for name, value in equation.params.items()}
-    return _jaxprs.bind(equation, *inputs, **params)
-
-
-def _rewritten(value: Any) -> Any:
-    """A parameter of an equation, with the convolutions in it rewritten."""
-    if isinstance(value, tuple | list):
-        if not any(map(_jaxprs.is_jaxpr, value)):
-            return value
-        new = map(_rewritten, value)
-        return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
-    if not _jaxprs.is_jaxpr(value) or not any(map(_is_slow, _jaxprs.equations(value))):
-        return value
-    new = jax.make_jaxpr(_evaluated(value))(*(v.aval for v in value.invars))
-    return new if hasattr(value, "consts") else new.jaxpr
 
 
 def _is_slow(equation: Any) -> bool:
@@ -99,6 +74,10 @@ def _fast(ndim: int) -> lax.ConvDimensionNumbers:
     space = tuple(range(1, ndim - 1))
     outer = (0, ndim - 1, *space)
     return lax.ConvDimensionNumbers(outer, (ndim - 1, ndim - 2, *(i - 1 for i in space)), outer)
+
+
+def _fast_result(equation: Any, *inputs: jax.Array) -> list[jax.Array]:
+    return [_convolve(*inputs, **equation.params)]
 
 
 def _convolve(lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: Any, **params: Any) -> Any:

@@ -1,5 +1,7 @@
-"""The gradients of a big batch and of its window side by side, and why they differ."""
+"""The gradients of a big batch and of its window, computed and compared."""
 
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -8,220 +10,191 @@ import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from optax_accum._accumulate import accumulate
+from optax_accum._call_validation import check_batch
+from optax_accum._comparison import Comparison, norm, vectors
 from optax_accum._jaxprs import eps_of, equations, is_random
 from optax_accum._model import Model, take
 
 _DRAWS = 64  # of a random loss
-_CHANCE = 10  # standard errors
+# With one of them dropout keeps all elements, however it compares a random number with its rate.
+_QUANTILES = (1 / 64, 63 / 64)
 
 
-class Comparison(NamedTuple):
-    """The gradients of the big batch and of its window; leaves are flat and in double precision."""
+class Window(NamedTuple):
+    """A batch, and the micro-batches that it is cut into."""
 
-    names: list[str]
-    big: list[np.ndarray]
-    window: list[np.ndarray]
-    micro: list[list[np.ndarray]]  # of the micro-batches that count
-    micro_trees: list[Any]  # the same as they were
-    jitter: list[float]  # how far big moves with the last digit of the parameters
-    draws: list[Any]  # (big, window) of each, thinned; [] where the loss is not random
-    size: int  # examples in the batch
-    eps: float  # of the narrowest dtype that is computed with
-    one_key: bool  # random, and the same in each draw
-    statistics: list[str]  # state that loss_fn changes
+    batch: Any
+    micro_batches: list[Any]
+    weights: list[Any]  # of the micro-batches; None where they have none
+    weight_of: Callable[[Any], Any] | None
+    normalize: str
 
-    def tolerances(self) -> list[float]:
-        """What each parameter's gradient may differ by, in the norm, from rounding."""
-        scales = self.scales()
-        # Sums are in float32 at least; examples that cancel leave their rounding behind.
-        sums = min(self.eps, float(np.finfo(np.float32).eps)) * self.size**0.5
-        return [
-            (3 * self.eps + sums) * scale + self.eps * norm(scales) + 6 * jitter
-            for scale, jitter in zip(scales, self.jitter, strict=True)
-        ]
+    def is_counted(self) -> list[bool]:
+        """Which micro-batches count."""
+        return [weight is None or bool(weight > 0) for weight in self.weights]
 
-    def scales(self) -> list[float]:
-        """Norms of what is summed: where a big batch's gradient cancels, its rounding does not."""
-        norms = [[norm(leaf) for leaf in leaves] for leaves in (self.big, *self.micro)]
-        return np.max(norms, axis=0).tolist()
-
-    def residuals(self, factor: float = 1.0) -> list[float]:
-        """Norms of big - factor * window, 0 where rounding or chance explains them."""
-        norms = []
-        for i, tolerance in enumerate(self.tolerances()):
-            size = norm(self.big[i] - factor * self.window[i])
-            differences = [big[i] - factor * window[i] for big, window in self.draws]
-            is_chance = bool(differences) and not _is_shifted(differences)
-            norms.append(0.0 if size <= max(1.0, abs(factor)) * tolerance or is_chance else size)
-        return norms
-
-    def faults(self) -> list[str]:
-        """A line for each parameter that differs, the worst first."""
-        lines = []
-        for name, residual, scale, tolerance in zip(
-            self.names, self.residuals(), self.scales(), self.tolerances(), strict=True
-        ):
-            if residual:
-                line = f"  {name}: by {residual / scale:.1e} of its gradient"
-                lines.append((residual / scale, f"{line} (rounding: < {tolerance / scale:.0e})"))
-        return [line for _, line in sorted(lines, reverse=True)]
-
-    def reason(self, model: Model, batch: Any) -> str:
-        """The likely reason of the difference, and what helps."""
-        big, window = np.concatenate(self.big), np.concatenate(self.window)
-        factor = float(np.vdot(window, big).real / max(np.vdot(window, window).real, 1e-300))
-        if abs(factor - 1) > 0.01 and not any(self.residuals(factor)):
-            return (
-                f"a common factor. The big batch's gradient is {factor:.4g} times the window's: a"
-                " sum that was never normalised, or a loss that is divided by k already. Let the"
-                ' loss be a mean over examples, or take normalize="sum" or "ratio".'
-            )
-        shares = self._shares()
-        if shares is not None and len(shares) > 1 and np.allclose(shares, 1, atol=0.01):
-            return (
-                "a common factor. The big batch's gradient is the sum of the micro-batches', not"
-                " their mean. Let the loss be a mean over examples, or take"
-                ' normalize="sum" or "ratio".'
-            )
-        if shares is not None:
-            parts = [f"{share:.3f}" for share in shares / shares.sum()]
-            return (
-                "a loss that is not a mean over examples but weighted, over tokens say. Pass the"
-                " weights as weight_fn=, and as weight= to tx.update; what fits here is"
-                f" {', '.join(parts[:8])}{', ...' if len(parts) > 8 else ''} of the whole."
-            )
-        if self.statistics:
-            return (
-                f"batch statistics. loss_fn changes {self.statistics[0]}: a layer with such"
-                " statistics (BatchNorm) normalises by its micro-batch. Use GroupNorm or LayerNorm,"
-                " or freeze them within the window. If it is no such layer's, the loss is not a"
-                " mean over examples."
-            )
-        if self.one_key:
-            return (
-                "one random key for all micro-batches, each of which sees the same dropout mask."
-                " Let loss_fn take a key (pass rng=), and split it in each micro-step. If nothing"
-                " random differs between examples, the loss is not a mean over them."
-            )
-        if not self.draws:
-            order = np.random.default_rng(0).permutation(self.size)
-            again, _ = model.big_gradient(
-                model.params, model.state, take(batch, order), *model.keys(0)
-            )
-            moved = [norm(b - a) for b, a in zip(self.big, vectors(again), strict=True)]
-            if any(m > t for m, t in zip(moved, self.tolerances(), strict=True)):
-                return (
-                    "a loss that depends on the order of its examples, and is not a mean over"
-                    " examples."
-                )
-        return (
-            "a loss that is not a mean over examples: in a contrastive or auxiliary loss and in"
-            " BatchNorm (batch statistics, which loss_fn does not return) the examples of a batch"
-            " see each other."
-        )
-
-    def _shares(self) -> np.ndarray | None:
-        """Shares of the micro-batches, in place of their weights, that give the big batch."""
-        # Each parameter in units of what it may be off by, since all must fit.
-        units = np.repeat(np.maximum(self.tolerances(), 1e-300), [leaf.size for leaf in self.big])
-        micro = np.stack([np.concatenate(leaves) for leaves in self.micro], axis=1) / units[:, None]
-        if self.draws or len(micro) < 4 * micro.shape[1]:
-            return None  # with so few parameters, some shares would always fit
-        shares, *_ = np.linalg.lstsq(micro, np.concatenate(self.big) / units)
-        misfit = units * (np.concatenate(self.big) / units - micro @ shares)
-        parts = np.split(misfit, np.cumsum([leaf.size for leaf in self.big])[:-1])
-        fits = all(norm(p) <= 3 * t for p, t in zip(parts, self.tolerances(), strict=True))
-        shares = shares.real
-        return shares if fits and (shares > -1e-3 * shares.sum()).all() else None
+    def factor(self, batch: Any) -> float:
+        """What the gradient of a batch is multiplied by in the sum over the window."""
+        if self.weight_of is None or self.normalize == "ratio":
+            return 1.0
+        weight = float(self.weight_of(batch))
+        return weight if weight > 0 else 0.0
 
 
-def _is_shifted(draws: list[np.ndarray]) -> bool:
-    """Whether the mean of independent draws of a vector is not 0, by more than chance.
+def cut_window(batch: Any, num_microbatches: int, weight_fn: Any, normalize: str) -> Window:
+    """A window of micro-batches whose sizes differ by one at most."""
+    parts = np.array_split(np.arange(check_batch(batch)), num_microbatches)
+    micro_batches = [take(batch, rows) for rows in parts]
+    by_size = None if normalize == "sum" else check_batch
+    weight_of = weight_fn or by_size
+    weights = [None if weight_of is None else weight_of(part) for part in micro_batches]
+    return Window(batch, micro_batches, weights, weight_of, normalize)
 
-    Inner products of different draws average to the squared norm of the mean, whatever the noise.
-    """
-    n, x = len(draws), np.stack(draws)
-    products = np.real(x.conj() @ x.T)[~np.eye(n, dtype=bool)]
-    spread = np.sqrt(2 * np.mean(products**2) / (n * (n - 1)))
-    return bool(products.mean() > _CHANCE * spread)
 
-
-def compare(model, batch, micro_batches, weights, normalize) -> Comparison:
-    """Compute the gradients to compare, averaged over draws where the loss is random."""
-    tx = accumulate(len(micro_batches), normalize=normalize)
-    gather = jax.jit(tx.update)
-    state, calls = model.state, 0
-
-    def gradient(function, batch):
-        nonlocal state, calls
-        result, state = function(model.params, state, batch, *model.keys(calls))
-        calls += 1
-        return result
-
-    def draw():
-        """The big batch's gradient and the window's, both from the state as it is now."""
-        nonlocal state
-        before = state
-        big = gradient(model.big_gradient, batch)
-        state = before
-        micro = [gradient(model.micro_gradient, part) for part in micro_batches]
-        window, window_state = big, tx.init(big)
-        for g, weight in zip(micro, weights, strict=True):
-            extra_args = {} if weight is None else {"weight": weight}
-            window, window_state = gather(g, window_state, **extra_args)
-        return big, window, *micro
-
-    trees = draw()
-    big, _, *micro = trees
-    statistics = changed(_floating(model.state), _floating(state))
-    traced = jax.make_jaxpr(model.big_gradient)(model.params, model.state, batch, *model.keys(0))
-    flat = list(equations(traced))
-    one_key = is_random(flat) and _equal(big, gradient(model.big_gradient, batch))
-    eps = eps_of(flat)
-    jittered = [
-        model.big_gradient(_jitter(model.params, eps, seed), model.state, batch, *model.keys(0))[0]
-        for seed in range(2)
-    ]
-    jitter = [
-        max(norm(b - j) for j in others)
-        for b, *others in zip(vectors(big), *map(vectors, jittered), strict=True)
-    ]
-    total, draws = list(map(vectors, trees)), []
-    if is_random(flat) and not one_key:
-        draws.append(_thinned(total[:2]))
-        for _ in range(1, _DRAWS):
-            each = list(map(vectors, draw()))
-            draws.append(_thinned(each[:2]))
-            total = [
-                [t + e for t, e in zip(*pair, strict=True)]
-                for pair in zip(total, each, strict=True)
-            ]
-        total = [[leaf / _DRAWS for leaf in leaves] for leaves in total]
-    is_counted = [w is None or bool(w > 0) for w in weights]
-    counted = lambda items: [item for item, c in zip(items, is_counted, strict=True) if c]
-    comparison = Comparison(
-        names=[keystr(path) for path, _ in tree_flatten_with_path(big)[0]],
-        big=total[0],
-        window=total[1],
-        micro=counted(total[2:]),
-        micro_trees=counted(micro),
-        jitter=jitter,
-        draws=draws,
-        size=len(jax.tree.leaves(batch)[0]),
-        eps=eps,
-        one_key=one_key,
-        statistics=statistics,
-    )
+def compare(model: Model, window: Window) -> Comparison:
+    """Compute the gradients to compare; where the loss is random, without its noise and with it."""
+    draws = _draws(model, window)
+    first, state = next(draws)
+    comparison = _compare_one(model, window, first, state)
+    if comparison.is_noisy:
+        for quantile in _QUANTILES:
+            without_noise = _compare_without_noise(comparison, window, state, quantile)
+            if without_noise is not None and without_noise.faults():
+                return without_noise
+        comparison = _averaged(comparison, window, first, draws)
     for name, scale in zip(comparison.names, comparison.scales(), strict=True):
         if not np.isfinite(scale):
             raise ValueError(f"gradients must be finite to be compared; that of {name} is not.")
-    tiny = max(float(jnp.finfo(leaf.dtype).tiny) for leaf in jax.tree.leaves(big))
-    if max(comparison.scales()) < tiny / eps:
+    tiny = max(float(jnp.finfo(leaf.dtype).tiny) for leaf in jax.tree.leaves(first[0]))
+    if max(comparison.scales()) < tiny / comparison.eps:
         raise ValueError(
             "gradients must not be zero everywhere, or so small that they underflow: there is"
             " nothing to compare."
         )
     return comparison
+
+
+def _draws(model, window) -> Iterator[tuple[list[Any], Any]]:
+    """The gradients of the big batch, of the window and of each micro-batch, and the state then.
+
+    Both begin each time with the state that the micro-batches left, and have keys of their own.
+    """
+    tx = accumulate(len(window.micro_batches), normalize=window.normalize)
+    gather = jax.jit(tx.update)
+    state, calls = model.state, itertools.count()
+    while True:
+        big, _ = model.big_gradient(model.params, state, window.batch, *model.keys(next(calls)))
+        mean, window_state, micro = big, tx.init(big), []
+        for part, weight in zip(window.micro_batches, window.weights, strict=True):
+            g, state = model.micro_gradient(model.params, state, part, *model.keys(next(calls)))
+            extra_args = {} if weight is None else {"weight": weight}
+            mean, window_state = gather(g, window_state, **extra_args)
+            micro.append(g)
+        yield [big, mean, *micro], state
+
+
+def _compare_one(model, window, trees, state) -> Comparison:
+    """The comparison of one draw, after which the state is `state`."""
+    big, mean, *micro = trees
+
+    def gradient(params, state, draw=0):
+        return model.big_gradient(params, state, window.batch, *model.keys(draw))[0]
+
+    flat = list(equations(jax.make_jaxpr(gradient)(model.params, model.state)))
+    is_one_key = is_random(flat) and _equal(big, gradient(model.params, state, len(trees)))
+    eps, wide = eps_of(flat), vectors(big)
+    jittered = [
+        vectors(gradient(_jitter(model.params, eps, seed), model.state)) for seed in range(2)
+    ]
+    counted = list(itertools.compress(micro, window.is_counted()))
+    return Comparison(
+        names=[keystr(path) for path, _ in tree_flatten_with_path(big)[0]],
+        big=wide,
+        window=vectors(mean),
+        micro=list(map(vectors, counted)),
+        micro_trees=counted,
+        jitter=[max(norm(b - j) for j in js) for b, *js in zip(wide, *jittered, strict=True)],
+        draws=[],
+        size=len(jax.tree.leaves(window.batch)[0]),
+        eps=eps,
+        is_noisy=is_random(flat) and not is_one_key,
+        one_key=is_one_key,
+        statistics=changed(_floating(model.state), _floating(state)),
+        model=model,
+        excused=[False] * len(wide),
+    )
+
+
+def _averaged(comparison, window, first, draws) -> Comparison:
+    """The comparison of means over draws, of which the first is given."""
+    total = list(map(vectors, first))
+    thinned = [_thinned(total[:2])]
+    for trees, _ in itertools.islice(draws, _DRAWS - 1):
+        each = list(map(vectors, trees))
+        thinned.append(_thinned(each[:2]))
+        total = [list(map(np.add, *pair)) for pair in zip(total, each, strict=True)]
+    big, mean, *micro = [[leaf / _DRAWS for leaf in leaves] for leaves in total]
+    counted = list(itertools.compress(micro, window.is_counted()))
+    return comparison._replace(big=big, window=mean, micro=counted, draws=thinned)
+
+
+def _compare_without_noise(comparison, window, state, quantile) -> Comparison | None:
+    """The comparison with each random number the same; None if that is not possible.
+
+    Constant draws are exact for what is a mean over examples with noise of their own. They may
+    differ where the noise belongs to a place in the batch (times of diffusion that are spread over
+    it, a random choice of examples). So a difference counts only if, with draws as they are,
+    examples see each other, or see the state that the last micro-batch left.
+    """
+    model = comparison.model.with_constant_draws(quantile)
+    first, state_then = next(_draws(model, window))
+    constant = _compare_one(model, window, first, state_then)
+    if constant.is_noisy or not np.isfinite(constant.scales()).all():
+        return None
+    if not constant.faults():
+        return constant
+    by_examples, by_state = _interactions(comparison, window, state)
+    interact = zip(by_examples, by_state, strict=True)
+    return constant._replace(excused=[not (e > 0 or s > 0) for e, s in interact])
+
+
+def _interactions(comparison, window, state) -> tuple[list[float], list[float]]:
+    """How far examples change each other's gradients, and how far the state does.
+
+    With the same draws, G(a, b) + G(a', b') = G(a, b') + G(a', b) for all examples a and a' in one
+    half of the batch, b and b' in the other, if G is a sum over examples. 0 stands for rounding.
+    """
+    model, size = comparison.model, comparison.size
+    rows = np.arange(size)
+    order = np.random.default_rng(0).permutation(size)
+    others = np.empty_like(rows)
+    others[order] = np.roll(order, 1)  # another example in each place
+    is_half = np.isin(rows, order[: size // 2])
+    unit = window.factor(window.batch) or 1.0
+
+    def gradient(rows, state):
+        batch = take(window.batch, rows)
+        tree, _ = model.micro_gradient(model.params, state, batch, *model.keys(0))
+        factor = window.factor(batch) / unit
+        return [leaf * factor if factor else np.zeros_like(leaf) for leaf in vectors(tree)]
+
+    def differences(ones, twos):
+        means = [[sum(x) / len(x) for x in zip(*each, strict=True)] for each in (ones, twos)]
+        jitter = [4 * jitter for jitter in comparison.jitter]  # that of other batches is another
+        both = comparison._replace(
+            big=means[0], window=means[1], micro=[*ones, *twos], jitter=jitter
+        )
+        return both.residuals()
+
+    start = model.state
+    moved = jax.tree.map(lambda old, new: old if _is_of_keys(new) else new, start, state)
+    pairs = (rows, others), (others, rows)
+    swapped = [gradient(np.where(is_half, *pair), start) for pair in pairs]
+    base = gradient(rows, start)
+    return (
+        differences([base, gradient(others, start)], swapped),
+        differences([base], [gradient(rows, moved)]),
+    )
 
 
 def _thinned(trees):
@@ -247,6 +220,12 @@ def _floating(tree):
     )
 
 
+def _is_of_keys(x):
+    """Whether it is a random key, or may be a raw one or the counter that keys are folded with."""
+    dtype = jnp.result_type(x)
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == jnp.uint32
+
+
 def changed(before, after) -> list[str]:
     """Paths of the leaves that differ; random keys do not count."""
     old = {keystr(path): leaf for path, leaf in tree_flatten_with_path(before)[0]}
@@ -260,13 +239,3 @@ def changed(before, after) -> list[str]:
 
 def _equal(tree, other) -> bool:
     return all(map(np.array_equal, jax.tree.leaves(tree), jax.tree.leaves(other)))
-
-
-def vectors(tree) -> list[np.ndarray]:
-    """The leaves in double precision, flat."""
-    wide = lambda x: np.complex128 if jnp.iscomplexobj(x) else np.float64
-    return [np.asarray(x).astype(wide(x)).ravel() for x in jax.tree.leaves(tree)]
-
-
-def norm(values) -> float:
-    return float(np.linalg.norm(values))

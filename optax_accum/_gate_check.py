@@ -1,6 +1,8 @@
 """Does an optimizer keep behind its gate what must not see micro-steps?"""
 
+import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +11,22 @@ import optax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from optax_accum._chain import accumulator_in
-from optax_accum._equivalence import changed, norm, vectors
+from optax_accum._comparison import norm, vectors
+from optax_accum._equivalence import changed
 from optax_accum._state import AccumulateState, has_updated
+
+# What optax calls the extra args that depend on the batch, and what they must be.
+OF_THE_WINDOW = {
+    "grad": "grad=jax.grad(loss_fn)(params, window_batch)",
+    "grad_fn": "grad_fn=lambda params, _: jax.grad(loss_fn)(params, window_batch)",
+    "obj_fn": "obj_fn=lambda params: loss_fn(params, window_batch)",
+    "value_fn": "value_fn=lambda params: loss_fn(params, window_batch)",
+}
 
 
 def check_gate(tx, params, gradients, num_microbatches, normalize) -> None:
     """Assert that what `tx` has before or around its accumulators does not see micro-steps."""
     accumulator = accumulator_in(tx)
-    extra_args = dict.fromkeys(
-        {"value"} if accumulator is None else {"value", *accumulator.gathering.averaged}, 1.0
-    )
-    with_extra_args = optax.with_extra_args_support(tx)
-    update = jax.jit(lambda g, state: with_extra_args.update(g, state, params, **extra_args))
     start = tx.init(params)
     remedy = f"Let it stand behind the gate: chain(accumulate({num_microbatches}), ...)."
     if not _split_state(start)[0]:
@@ -40,6 +46,10 @@ def check_gate(tx, params, gradients, num_microbatches, normalize) -> None:
         )
     size = lambda gradient: norm(np.concatenate(vectors(gradient)))
     first, *others = sorted(gradients, key=size, reverse=True)
+    averaged = set() if accumulator is None else set(accumulator.gathering.averaged)
+    extra_args = _accepted_extra_args(tx, averaged, first, start, params)
+    with_extra_args = optax.with_extra_args_support(tx)
+    update = jax.jit(lambda g, state: with_extra_args.update(g, state, params, **extra_args))
     _, after = update(first, start)
     moved = changed(_split_state(start)[1], _split_state(after)[1])
     if moved:
@@ -67,6 +77,44 @@ def check_gate(tx, params, gradients, num_microbatches, normalize) -> None:
                     f"tx updates params{keystr(path)} in a micro-step off the boundary: it is not"
                     f" accumulated, or something adds to it outside the gate. {remedy}"
                 )
+
+
+def _accepted_extra_args(tx, averaged, gradient, state, params) -> dict[str, float]:
+    """The scalars that `update` can be given here: a loss, and what is averaged."""
+    update = optax.with_extra_args_support(tx).update
+    failure: Exception | None = None
+    for names in ({"value", *averaged}, averaged - {"value"}):
+        extra_args = dict.fromkeys(names, 1.0)
+        try:
+            jax.eval_shape(functools.partial(update, **extra_args), gradient, state, params)
+        except (KeyError, TypeError, ValueError) as error:
+            failure = error
+            if "unexpected keyword argument 'value'" not in str(error):
+                break
+        else:
+            return extra_args
+    assert failure is not None
+    missing = _missing_names(failure) - set(extra_args)
+    if not missing:
+        raise failure
+    needed = [OF_THE_WINDOW.get(name, f"{name}=...") for name in sorted(missing)]
+    raise ValueError(
+        f"tx must need no other extra args here than scalars, got one that needs {sorted(missing)}:"
+        " they depend on the batch. In training, pass to tx.update those of all examples of the"
+        f" window, not of the micro-batch: {', '.join(needed)}. To check the gate, put another"
+        " transformation in the place of the one that needs them."
+    ) from failure
+
+
+def _missing_names(failure: Exception) -> set[str]:
+    """The extra args that an `update` says it lacks."""
+    message = str(failure)
+    names = OF_THE_WINDOW.keys() & set(re.findall(r"\w+_fn\b", message))
+    if isinstance(failure, TypeError) and "required keyword-only argument" in message:
+        names |= set(re.findall(r"'(\w+)'", message))
+    if isinstance(failure, KeyError) and failure.args and isinstance(failure.args[0], str):
+        names |= {failure.args[0]}
+    return names
 
 
 def _check_affine(update, start, g, h, remedy) -> None:

@@ -1,6 +1,8 @@
 """Jaxprs: tracing a function of its arrays, evaluating it, and what it computes with."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +52,38 @@ def is_random(equations) -> bool:
     return any(equation.primitive.name in _RANDOM for equation in equations)
 
 
+def with_constant_draws(fun: Callable[..., Any], quantile: float) -> Callable[..., Any]:
+    """`fun`, compiled, where each random number is the same quantile of its distribution.
+
+    A draw within a loop of unknown length stays random, since the loop might wait for another one.
+    """
+    draw = functools.partial(_constant_draw, quantile)
+
+    @jax.jit
+    def constant(*args):
+        jaxpr, arrays, result = traced(fun, args, {})
+        return result(rewritten(jaxpr, _is_draw, draw, left=("shard_map", "while"))(*arrays))
+
+    return constant
+
+
+def _is_draw(equation):
+    return equation.primitive.name in ("random_bits", "random_gamma")
+
+
+def _constant_draw(quantile, equation, *inputs):
+    """The result of a draw, the same number everywhere."""
+    (out,) = equation.outvars
+    if equation.primitive.name == "random_bits":  # uniform integers, of which the others are made
+        bits = int(quantile * 2 ** equation.params["bit_width"])
+        return [jnp.full(out.aval.shape, bits, out.aval.dtype)]
+    _, shape = inputs  # of the gamma distribution, which is its mean
+    factor = 2 * quantile
+    if equation.params["log_space"]:
+        return [jnp.log(shape) + jnp.asarray(np.log(factor), shape.dtype)]
+    return [shape * jnp.asarray(factor, shape.dtype)]
+
+
 def equations(jaxpr):
     """The equations of a jaxpr and of those inside it, without what only calls others."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
@@ -75,6 +109,36 @@ def evaluate(jaxpr, *args, rule):
     values = initial_values(jaxpr, args)
     run(jaxpr.eqns, values, rule)
     return results(jaxpr, values)
+
+
+def rewritten(jaxpr, is_replaced, rule, left=("shard_map",)) -> Callable[..., list[Any]]:
+    """A jaxpr as a function, in which `rule` gives the results of the equations that it replaces.
+
+    Those in nested jaxprs too, except in the primitives of the names `left`: the body of a
+    `shard_map` means nothing outside of its mesh.
+    """
+
+    def of_equation(equation, *inputs):
+        if is_replaced(equation):
+            return rule(equation, *inputs)
+        if equation.primitive.name in left:
+            return bind(equation, *inputs)
+        return bind(equation, *inputs, **{n: of_value(v) for n, v in equation.params.items()})
+
+    def of_value(value):
+        """A parameter of an equation, with the jaxprs in it rewritten."""
+        if isinstance(value, tuple | list):
+            if not any(map(is_jaxpr, value)):
+                return value
+            new = map(of_value, value)
+            return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
+        if not is_jaxpr(value) or not any(map(is_replaced, equations(value))):
+            return value
+        function = functools.partial(evaluate, value, rule=of_equation)
+        new = jax.make_jaxpr(function)(*(v.aval for v in value.invars))
+        return new if hasattr(value, "consts") else new.jaxpr
+
+    return functools.partial(evaluate, jaxpr, rule=of_equation)
 
 
 def initial_values(jaxpr, args):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_accum import _validation
+from optax_accum import _jaxprs, _validation
 
 
 class Model(NamedTuple):
@@ -24,6 +24,13 @@ class Model(NamedTuple):
         """The last argument of a loss that takes a key."""
         return [] if self.key is None else [jax.random.fold_in(self.key, draw)]
 
+    def with_constant_draws(self, quantile: float) -> "Model":
+        """The model without its noise: each random number is the same quantile."""
+        big = _jaxprs.with_constant_draws(self.big_gradient, quantile)
+        is_same = self.micro_gradient is self.big_gradient
+        micro = big if is_same else _jaxprs.with_constant_draws(self.micro_gradient, quantile)
+        return self._replace(big_gradient=big, micro_gradient=micro)
+
 
 def model_of(loss_fn, micro_loss_fn, params, model_state, has_aux, rng) -> Model:
     nnx = sys.modules.get("flax.nnx")  # where it is not imported, nothing is its module
@@ -36,7 +43,9 @@ def model_of(loss_fn, micro_loss_fn, params, model_state, has_aux, rng) -> Model
     _validation.check_model(params, "params")
     params = jax.tree.map(jnp.asarray, params)
     gradient = lambda loss_fn: jax.jit(jax.grad(pure(loss_fn), has_aux=True))
-    return Model(params, model_state, rng, gradient(loss_fn), gradient(micro_loss_fn))
+    big = gradient(loss_fn)
+    micro = big if micro_loss_fn is loss_fn else gradient(micro_loss_fn)
+    return Model(params, model_state, rng, big, micro)
 
 
 def _of_module(nnx, module, has_aux):

@@ -13,9 +13,9 @@ from optax_accum._collectives import (
     Collectives as Collectives,
     collectives as collectives,
 )
-from optax_accum._equivalence import compare
+from optax_accum._equivalence import compare, cut_window
 from optax_accum._gate_check import check_gate
-from optax_accum._model import model_of, take
+from optax_accum._model import model_of
 
 _SHOWN = 3  # parameters in a message
 
@@ -41,8 +41,10 @@ def assert_window_equivalence(
     of the whole batch. Gradients are compared, not parameters after an update of Adam, which turns
     rounding into whole steps. How much is rounding, a change of the parameters in their last digit
     tells: what is smaller cannot be seen, so check a model in float32 before it goes to bfloat16.
-    Where `loss_fn` is random, 64 draws are compared, which takes 64 times as long, and a difference
-    that might be chance passes.
+    Where `loss_fn` is random, it is compared twice. First with each random number held at one
+    value, where no noise hides a difference; it counts if examples of a batch see each other, or
+    state that the last micro-batch changed. (Within a `while` loop numbers stay random.) Then with
+    64 draws, which takes 64 times as long, and a difference that might be chance passes.
 
     A constant factor in `loss_fn` is in both gradients and cannot be seen. If the loss of your
     micro-steps is not the one of the big batch, pass it as `micro_loss_fn`.
@@ -64,7 +66,7 @@ def assert_window_equivalence(
       micro_loss_fn: The loss in the micro-steps; default `loss_fn`.
       tx: Your optimizer, around an `accumulate(num_microbatches)`: all that clips, counts or holds
         other state must stand behind the gate. Of extra args it gets `value` and those that it
-        averages.
+        averages; one that needs others (`grad_fn`, `value_fn`) is an error that names them.
 
     Raises:
       AssertionError: The two differ by more than rounding. The message names the parameters and
@@ -95,21 +97,17 @@ def assert_window_equivalence(
         raise ValueError(f"tx must be an optax gradient transformation, got {tx!r}.")
     model = model_of(loss_fn, micro_loss_fn or loss_fn, params, model_state, has_aux, rng)
     _validation.check_inexact(model.params, "params")
-    cut = np.array_split(np.arange(size), num_microbatches)
-    micro_batches = [take(batch, index) for index in cut]
-    if weight_fn is not None:
-        weights = [weight_fn(micro_batch) for micro_batch in micro_batches]
-    else:
-        weights = [None if normalize == "sum" else len(index) for index in cut]
+    window = cut_window(batch, num_microbatches, weight_fn, normalize)
 
     with jax.default_matmul_precision("highest"):  # a card rounds float32 products otherwise
-        comparison = compare(model, batch, micro_batches, weights, normalize)
+        comparison = compare(model, window)
         faults = comparison.faults()
-        reason = comparison.reason(model, batch) if faults else ""
+        reason = comparison.reason(batch) if faults else ""
     if faults:
+        held = "" if comparison.model is model else ", with random numbers held at one value"
         raise AssertionError(
             f"a window of {num_microbatches} micro-batches does not give the gradient of its batch"
-            f" of {size}. {len(faults)} of {len(comparison.names)} parameters differ:\n"
+            f" of {size}{held}. {len(faults)} of {len(comparison.names)} parameters differ:\n"
             + "\n".join(faults[:_SHOWN])
             + f"\nLikely: {reason}"
         )

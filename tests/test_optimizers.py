@@ -14,6 +14,7 @@ import pytest
 import laws
 import zoo
 from optax_accum import accumulate
+from optax_accum._gate_check import OF_THE_WINDOW
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Specifying a key will be required:UserWarning"),
@@ -124,6 +125,49 @@ def test_a_follower_in_a_plain_chain_is_right_or_raises(name):
             train(name, chained, "float32", micro=True, mean_value=True)
 
 
+def mean_loss(params, batch):
+    x, y = batch
+    return jnp.mean((x @ params["matrix"] @ params["other"][:2] - y) ** 2)
+
+
+def window_args(name, params, window_batch):
+    """The extra args that the README's table and the checker tell users to pass, as written."""
+    said = ", ".join(OF_THE_WINDOW[arg] for arg in zoo.WINDOW_ARGS[name])
+    known = {"jax": jax, "loss_fn": mean_loss, "params": params, "window_batch": window_batch}
+    return eval(f"dict({said})", known)
+
+
+def after_one_update(name, *, micro, of_the_window=True):
+    """Params and inner state after a window, given its own extra args or each micro-batch's."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(4 * K, 4)).astype("float32"), np.ones(4 * K, "float32")
+    batch = (x * np.repeat([4, 1], 2 * K)[:, None].astype("float32"), y)  # unlike halves
+    parts = list(zip(*(np.split(x, K) for x in batch), strict=True)) if micro else [batch]
+    bare = zoo.opaque_sam() if name == zoo.OPAQUE_SAM else zoo.BY_NAME[name].make()
+    if "linesearch" in name:  # they search along a descent
+        bare = optax.chain(optax.sgd(0.02), bare)
+    averaged = ("value",) if "value" in zoo.NEEDS.get(name, ()) else ()
+    tx = accumulate(len(parts), bare, average_extra_args=averaged)
+    params = zoo.params(name, "float32")
+    state = tx.init(params)
+    for part in parts:
+        value, gradient = jax.value_and_grad(mean_loss)(params, part)
+        extra_args = window_args(name, params, batch if of_the_window else part)
+        extra_args |= dict.fromkeys(averaged, value)
+        updates, state = tx.update(gradient, state, params, **extra_args)
+        params = optax.apply_updates(params, updates)
+    return params, state.inner_state
+
+
+@pytest.mark.parametrize("name", zoo.WINDOW_ARGS)
+def test_extra_args_of_the_window_give_the_update_of_the_big_batch_and_others_do_not(name):
+    want = after_one_update(name, micro=False)
+    chex.assert_trees_all_close(after_one_update(name, micro=True), want, rtol=1e-5, atol=1e-6)
+    wrong = after_one_update(name, micro=True, of_the_window=False)
+    with pytest.raises(AssertionError):
+        chex.assert_trees_all_close(wrong, want, rtol=1e-3, atol=1e-3)
+
+
 def test_every_export_of_optax_is_tried_or_is_no_transformation():
     for prefix, module in (("optax", optax), ("optax.contrib", optax.contrib)):
         for name in module.__all__ if hasattr(module, "__all__") else dir(module):
@@ -145,14 +189,11 @@ def exceptions_table():
     rows += [(f"`{name}`", "complex64", why) for name, why in zoo.COMPLEX_EXCEPTIONS.items()]
     rows += [(f"`{name}`", "bfloat16", why) for name, why in zoo.BFLOAT16_EXCEPTIONS.items()]
     rows.append((", ".join(f"`{n}`" for n in refused), "complex64", "optax itself refuses them"))
-    searches = [name for name, needs in zoo.NEEDS.items() if "value_fn" in needs]
-    rows.append(
-        (
-            ", ".join(f"`{n}`" for n in searches),
-            "any",
-            "hold if `value`, `grad` and `value_fn` are those of the whole window (float32 tried)",
-        )
-    )
+    for args in dict.fromkeys(zoo.WINDOW_ARGS.values()):
+        names = ", ".join(f"`{name}`" for name, its in zoo.WINDOW_ARGS.items() if its == args)
+        exact = " and ".join(f"`{OF_THE_WINDOW[arg]}`" for arg in args)
+        why = f"exact with {exact}, not those of a micro-batch (float32 tried)"
+        rows.append((names, "any", why))
     lines = ["| transformation | dtype | why |", "|---|---|---|"]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
 

@@ -15,6 +15,7 @@ import cifar_flax
 import image_data
 import norm_models
 from optax_accum import accumulate, chain
+from optax_accum._gate_check import OF_THE_WINDOW
 from optax_accum.testing import assert_window_equivalence
 
 RNG = np.random.default_rng(0)
@@ -344,6 +345,144 @@ def test_batch_norm_without_statistics_is_found_through_dropout(k):
     assert "not a mean over examples" in fault(loss, WEIGHTS, (X, Y), k, rng=jax.random.key(0))
 
 
+class NoisyNet(nnx.Module):
+    """A linear layer, a norm and a linear layer, behind dropout."""
+
+    def __init__(self, norm):
+        rngs = nnx.Rngs(0)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.inner, self.outer = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 5, rngs=rngs)
+        self.norm = norm(16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.outer(nnx.relu(self.norm(self.inner(self.dropout(x)))))
+
+
+class MovingMean(nnx.Module):
+    """Passes its input on, and writes a mean of its features that nothing reads."""
+
+    def __init__(self, size, rngs):
+        del rngs
+        self.mean = nnx.BatchStat(jnp.zeros(size))
+
+    def __call__(self, x):
+        self.mean[...] = 0.9 * self.mean[...] + 0.1 * x.mean(0)
+        return x
+
+
+def test_batch_norm_behind_dropout_is_found_whatever_the_noise():
+    message = fault(nnx_loss, NoisyNet(nnx.BatchNorm), (X, Y), 2)
+    assert "random numbers held at one value" in message
+    assert "Likely: batch statistics. loss_fn changes ['norm']['mean']" in message
+
+
+def test_statistics_behind_dropout_that_nothing_reads_pass():
+    assert_window_equivalence(nnx_loss, NoisyNet(MovingMean), (X, Y), 2)
+
+
+# In the losses below `state["mean"]` is a moving mean, of the loss or of the features.
+
+
+def tracked(loss):
+    """The loss, and a moving mean of it that nothing reads."""
+
+    def loss_and_state(params, state, batch, key):
+        value = loss(params, batch, key)
+        return value, {"mean": 0.9 * state["mean"] + 0.1 * value, "calls": state["calls"] + 1}
+
+    return loss_and_state
+
+
+def layers_loss(params, batch, key):
+    """Dropout in a loop over layers."""
+
+    def layer(x, key):
+        keep = jax.random.bernoulli(key, 0.5, x.shape)
+        return jnp.tanh(x @ params["inner"]) * keep, None
+
+    x, _ = jax.lax.scan(layer, batch[0], jax.random.split(key, 3))
+    return mean_loss(params, (x, batch[1]))
+
+
+def normalised_layers_loss(params, batch, key):
+    x = batch[0] @ params["inner"]
+    return layers_loss(params, ((x - x.mean(0)) / x.std(0), batch[1]), key)
+
+
+def mixed_loss(params, batch, key):
+    """Mixup with a random example of the batch, by a share of the beta distribution."""
+    x, y = batch
+    for_share, for_order = jax.random.split(key)
+    share = jax.random.beta(for_share, 0.4, 0.4)
+    order = jax.random.permutation(for_order, len(x))
+    both = share * losses(params, (x, y)) + (1 - share) * losses(params, (x, y[order]))
+    return both.mean()
+
+
+def spread_loss(params, batch, key):
+    """Noise whose size is spread evenly over the places of the batch."""
+    x, y = batch
+    size = (jax.random.uniform(key) + jnp.arange(len(x)) / len(x)) % 1
+    return mean_loss(params, (x * size[:, None], y))
+
+
+def sampled_loss(params, batch, key):
+    """The mean over a random half of the batch."""
+    x, y = batch
+    rows = jax.random.permutation(key, len(x))[: len(x) // 2]
+    return mean_loss(params, (x[rows], y[rows]))
+
+
+def counted_loss(params, batch, key):
+    """Dropout by a random number of a loop that waits for it."""
+    rate = jax.random.poisson(key, 3.0, batch[0].shape) / 3
+    return mean_loss(params, (batch[0] * rate, batch[1]))
+
+
+LAYERED = {**WEIGHTS, "inner": jnp.asarray(RNG.normal(size=(8, 8)), jnp.float32)}
+STATE = {"mean": jnp.zeros([]), "calls": 0}
+
+
+@pytest.mark.parametrize("loss", [dropout_loss, layers_loss, mixed_loss, spread_loss, sampled_loss])
+def test_a_moving_mean_beside_noise_is_no_fault(loss):
+    params = LAYERED if loss is layers_loss else WEIGHTS
+    key = jax.random.key(0)
+    assert_window_equivalence(tracked(loss), params, (X, Y), 2, model_state=STATE, rng=key)
+
+
+def test_a_mean_over_tokens_behind_dropout_needs_and_takes_its_weights():
+    def loss(params, batch, key):
+        keep = jax.random.bernoulli(key, 0.5, batch[0].shape)
+        return token_loss(params, (batch[0] * keep, *batch[1:]))
+
+    given = {"model_state": STATE, "rng": jax.random.key(0)}
+    count = lambda batch: batch[2].sum()
+    assert_window_equivalence(tracked(loss), WEIGHTS, (X, Y, MASK), 2, weight_fn=count, **given)
+    assert "random numbers held" in fault(tracked(loss), WEIGHTS, (X, Y, MASK), 2, **given)
+
+
+def test_numbers_that_a_loop_waits_for_stay_random():
+    assert_window_equivalence(counted_loss, WEIGHTS, (X, Y), 2, rng=jax.random.key(0))
+
+
+def test_statistics_without_a_state_are_found_in_a_loop_with_dropout():
+    message = fault(normalised_layers_loss, LAYERED, (X, Y), 2, rng=jax.random.key(0))
+    assert "random numbers held at one value" in message
+    assert "not a mean over examples" in message
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_a_state_that_moves_within_the_window_is_found_behind_dropout(dtype):
+    def loss(params, state, batch, key):
+        """Weighs a part of the loss by what the micro-batch before left."""
+        part = 1 + 0.01 * state["step"].astype("float32")
+        return part * dropout_loss(params, batch, key), {"step": state["step"] + 1}
+
+    given = {"model_state": {"step": jnp.zeros([], dtype)}, "rng": jax.random.key(0)}
+    assert "random numbers held" in fault(loss, WEIGHTS, (X, Y), 4, **given)
+    assert_window_equivalence(loss, WEIGHTS, (X, Y), 1, **given)
+
+
 # Losses that are not means over examples.
 
 
@@ -555,6 +694,55 @@ def top_three(updates, params):
 )
 def test_an_optimizer_with_something_outside_the_gate_is_found(tx, words):
     assert words in fault(mean_loss, WEIGHTS, (X, Y), 4, tx=tx)
+
+
+def looked_up(updates, state, params=None, **extra_args):
+    del params
+    return jax.tree.map(lambda u: u / extra_args["tokens"], updates), state
+
+
+def required(updates, state, params=None, *, tokens, **_):
+    del params
+    return jax.tree.map(lambda u: u / tokens, updates), state
+
+
+def with_update(update):
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def sam(**kwargs):
+    ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.1))
+    return optax.contrib.sam(optax.sgd(0.1), ascent, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("inner", "names"),
+    [
+        (sam(opaque_mode=True), ["grad_fn"]),
+        (optax.lbfgs(), ["grad", "value_fn"]),
+        (optax.scale_by_backtracking_linesearch(4), ["grad", "value_fn"]),
+        (optax.contrib.sophia(0.1), ["obj_fn"]),
+        (with_update(looked_up), ["tokens"]),
+        (with_update(required), ["tokens"]),
+    ],
+)
+def test_an_extra_arg_that_the_checker_has_not_is_named_with_what_to_pass(inner, names):
+    with pytest.raises(ValueError, match="tx must need no other extra args") as error:
+        assert_window_equivalence(mean_loss, WEIGHTS, (X, Y), 2, tx=chain(accumulate(2), inner))
+    assert f"one that needs {names}" in str(error.value)
+    for name in names:
+        assert OF_THE_WINDOW.get(name, f"{name}=...") in str(error.value)
+
+
+def test_an_optimizer_that_takes_no_value_passes():
+    assert_window_equivalence(mean_loss, WEIGHTS, (X, Y), 2, tx=accumulate(2, sam()))
+
+
+def test_another_error_of_tx_stays_what_it_is():
+    wrong = optax.stateless(lambda updates, params: {"w": updates["w"]})
+    with pytest.raises(ValueError, match="tree") as error:
+        assert_window_equivalence(mean_loss, WEIGHTS, (X, Y), 2, tx=chain(wrong, accumulate(2)))
+    assert "extra args" not in str(error.value)
 
 
 # Arguments.

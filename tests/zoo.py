@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
+from optax_accum._gate_check import OF_THE_WINDOW
+
 # What a required parameter of this name is given.
 ARGUMENTS = {
     "learning_rate": 0.5,
@@ -125,6 +127,22 @@ BFLOAT16_EXCEPTIONS = {
         "its state would turn float32; here it stays bfloat16"
     ),
 }
+
+
+# Where law 1 holds if these extra args are those of the window's whole batch: the other way to make
+# an entry, and what it needs. `value` is averaged by the accumulator.
+OPAQUE_SAM = "optax.contrib.sam(opaque_mode=True)"
+WINDOW_ARGS = {
+    name: tuple(arg for arg in needs if arg in OF_THE_WINDOW)
+    for name, needs in {**NEEDS, OPAQUE_SAM: ("grad_fn",)}.items()
+    if set(needs) & set(OF_THE_WINDOW)
+}
+
+
+def opaque_sam() -> optax.GradientTransformation:
+    """Sharpness-aware minimization that asks `grad_fn` for its second gradient."""
+    ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.25))
+    return optax.contrib.sam(optax.sgd(0.5), ascent, opaque_mode=True)
 
 
 # Functions that optax exports beside its transformations.
