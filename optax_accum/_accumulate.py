@@ -166,6 +166,8 @@ def accumulate(
     def init_fn(params):
         _validation.check_enabled("accumulator_dtype", accumulator_dtype)
         _validation.check_enabled("emit_dtype", emit_dtype)
+        if not always_closes:
+            _validation.check_not_overwritten(params, "params", _validation.OVERWRITE_BESIDE_TX)
         check = _validation.check_model if always_closes else _validation.check_inexact
         check(params, "params")
         weight_dtype = weight_dtype_of(jax.tree.map(gathering.sum_dtype, params))

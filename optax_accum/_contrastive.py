@@ -113,6 +113,9 @@ def contrastive_value_and_grad(
         call = _call_arguments.arrange(encode_fn, roles, args, keywords)
         (params,), (batch,) = ([call.row[i] for i in at] for at in (call.grad_at, call.batch_at))
         rngs, keywords = [call.row[i] for i in call.rng_at], call.shared_keywords
+        _validation.check_not_overwritten(
+            params, "params", _validation.HOLD_OVERWRITTEN.format(name="encode_fn")
+        )
         _validation.check_inexact(params, "params")
         size = _call_validation.check_batch(batch)
         batch = jax.tree.map(jnp.asarray, batch)

@@ -126,6 +126,11 @@ def microbatch_value_and_grad(
         args, batch_at, carry_at = call.row, call.batch_at, call.carry_at
         _validation.check_enabled("accumulator_dtype", accumulator_dtype)
         for i in call.grad_at:
+            _validation.check_not_overwritten(
+                args[i],
+                call.labels[i],
+                _validation.OVERWRITE_AS_STATE.format(name="carry_argnum"),
+            )
             _validation.check_inexact(args[i], call.labels[i])
         for i in call.rng_at:
             _call_validation.check_key(call.labels[i], args[i])

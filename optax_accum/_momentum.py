@@ -125,6 +125,7 @@ def accumulate_in_momentum(
 
     def init_fn(params) -> Any:
         _validation.check_enabled("accumulator_dtype", accumulator_dtype)
+        _validation.check_not_overwritten(params, "params", _validation.OVERWRITE_BESIDE_TX)
         _validation.check_inexact(params, "params")
         return AccumulateState(
             micro_step=jnp.zeros([], jnp.int32),

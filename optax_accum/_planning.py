@@ -123,6 +123,9 @@ def plan_microbatches(
     _validation.check_function("loss_fn", loss_fn)
     if tx is not None and not isinstance(tx, optax.GradientTransformation):
         raise ValueError(f"tx must be an optax gradient transformation or None, got {tx!r}.")
+    _validation.check_not_overwritten(
+        params, "params", _validation.HOLD_OVERWRITTEN.format(name="loss_fn")
+    )
     _validation.check_inexact(params, "params")
     size = _call_validation.check_batch(batch)
     budget = _budget(memory_budget)

@@ -150,6 +150,9 @@ class TrainStep:
         Returns:
           The state of `tx`, with what a call shows of the last window.
         """
+        _validation.check_not_overwritten(
+            params, "params", _validation.OVERWRITE_AS_STATE.format(name="model_state")
+        )
         _validation.check_model(params, "params")
         if model_state is not None:
             self._check_model_state(model_state)

@@ -12,6 +12,18 @@ from jax.tree_util import keystr, tree_flatten_with_path
 _State = TypeVar("_State")
 Schedule = Callable[[jax.Array], jax.typing.ArrayLike]
 
+OVERWRITTEN = "_overwrite_with_gradient"  # the collection of Flax's fp8
+OVERWRITE_BESIDE_TX = (
+    "Give tx the rest alone, tx.init(params['params']) and tx.update(gradients['params'],"
+    " opt_state, params['params']), and in each micro-step put"
+    f" gradients[{OVERWRITTEN!r}] in place of the old values, as"
+    " flax.training.train_state.TrainState does."
+)
+OVERWRITE_AS_STATE = (
+    "Pass them as {name}, and let loss_fn return their gradient as the new ones:"
+    f" jax.grad(loss)(variables, batch)[{OVERWRITTEN!r}], which XLA does not compute twice."
+)
+HOLD_OVERWRITTEN = "Let {name} hold them fixed, as constants beside params."
 _LARGEST_K = 2**31 - 1  # micro_step is an int32
 _REMEDY_FOR_STATES = (
     "To go on from it between two windows, make a new state, new = tx.init(params), and put what"
@@ -273,6 +285,23 @@ def check_model(params: Any, what: str) -> None:
         " eqx.is_inexact_array) for an Equinox module (or eqx.filter(model, eqx.is_inexact_array)),"
         " and eqx.combine(params, static) in loss_fn.",
     )
+
+
+def check_not_overwritten(
+    tree: Any, what: str, remedy: str, error: type[Exception] = ValueError
+) -> None:
+    """Require that a mean of gradients is right for each leaf: none of Flax's fp8 scales."""
+
+    def is_variable(x):  # of Flax NNX
+        return type(x).__name__ == OVERWRITTEN
+
+    for path, leaf in tree_flatten_with_path(tree, is_leaf=is_variable)[0]:
+        if is_variable(leaf) or any(getattr(k, "key", None) == OVERWRITTEN for k in path):
+            raise error(
+                f"{what} must not hold {OVERWRITTEN!r}, the scales and amax histories of Flax's"
+                " fp8: their gradient is their new value, for which a window's mean and an"
+                f" optimizer are wrong; got {what}{keystr(path)}. {remedy}"
+            )
 
 
 def check_inexact(tree: Any, what: str) -> None:

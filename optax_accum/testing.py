@@ -71,7 +71,8 @@ def assert_window_equivalence(
     Raises:
       AssertionError: The two differ by more than rounding. The message names the parameters and
         the likely reason: batch statistics, one random key for all micro-batches, a loss that is
-        not a mean over examples, a common factor, or a part of `tx` outside the gate.
+        not a mean over examples, a common factor, or a part of `tx` outside the gate. Or
+        `params` hold Flax's `_overwrite_with_gradient`, for which no mean of gradients is right.
       ValueError: An argument breaks its rule, or there is nothing to compare: a gradient that is
         zero everywhere, or not finite.
 
@@ -96,6 +97,12 @@ def assert_window_equivalence(
     if tx is not None and not isinstance(tx, optax.GradientTransformation):
         raise ValueError(f"tx must be an optax gradient transformation, got {tx!r}.")
     model = model_of(loss_fn, micro_loss_fn or loss_fn, params, model_state, has_aux, rng)
+    _validation.check_not_overwritten(
+        model.params,
+        "params",
+        f"{_validation.OVERWRITE_BESIDE_TX} For a check of the rest, let loss_fn hold them fixed.",
+        AssertionError,
+    )
     _validation.check_inexact(model.params, "params")
     window = cut_window(batch, num_microbatches, weight_fn, normalize)
 
