@@ -614,7 +614,6 @@ def test_a_loss_that_is_divided_by_k_is_found_beside_that_of_the_big_batch():
         chain(accumulate(4), optax.clip_by_global_norm(0.1), optax.adamw(1e-3)),
         chain(optax.zero_nans(), accumulate(4), optax.adam(1e-3)),
         chain(optax.scale(0.5), accumulate(4), optax.adam(1e-3)),
-        accumulate(2, accumulate(2, optax.adam(1e-3))),
         optax.partition(
             {"a": accumulate(4, optax.adam(1e-3)), "b": chain(accumulate(4), optax.sgd(1.0))},
             {"w": "a", "b": "b"},
