@@ -10,7 +10,16 @@ import optax
 from jax import lax
 
 from optax_accum import _loss_scale, _monitor, _validation
-from optax_accum._axis import AxisName, check_local, check_shared
+from optax_accum._axis import (
+    AxisName,
+    check_local,
+    check_reduced,
+    check_reduced_over,
+    check_shared,
+    is_mapped,
+    reduce_over,
+    varying,
+)
 from optax_accum._chain import Accumulator, accumulator_in, chain, transformation
 from optax_accum._followers import check_followers
 from optax_accum._gate import after, emit_or_hold
@@ -190,7 +199,11 @@ def accumulate(
             extras=gathering.new_extras(weight_dtype),
             inner_state=inner_state,
         )
-        return state if axis_name is None else map_own(lambda x: x[None], state)
+        return state if axis_name is None else map_own(with_axis, state)
+
+    def with_axis(x):
+        """An array of this device's own, and of the type that `update` returns it with."""
+        return varying(x[None], axis_name) if is_mapped(axis_name) else x[None]
 
     def update_fn(gradients, state, params=None, *, weight=None, flush=False, **extra_args):
         return step(gradients, state, params, extra_args, weight, flush)
@@ -219,9 +232,13 @@ def accumulate(
         is_single = is_micro_step and not buffered and axis_name is None
         is_single &= weight is None or normalize == "mean"
         if is_micro_step:
+            check_reduced("gradients", gradients)
             total, beside, accepted = gathering.gather(
                 gradients, state, params, extra_args, weight, is_single
             )
+            if buffered or accepted is not True:
+                before = state.window_sum if buffered else params
+                check_reduced_over(axis_name, gradients, before, total, beside)
         else:
             total, beside = gathering.held(state, params)
             accepted = False
@@ -273,7 +290,7 @@ def accumulate(
         def reduce_and_emit(total, carry):
             """The same across devices, which alone know together if they gathered anything."""
             carry, *_ = carry
-            total, of_all = lax.psum((total, beside), axis_name)
+            total, of_all = reduce_over(axis_name, lax.psum, (total, beside))
             filled = gathering.is_filled(of_all)
             updates, _, carry = emit_or_hold(
                 filled, functools.partial(emit, of_all, filled), total, carry, buffered=False

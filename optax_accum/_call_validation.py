@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from optax_accum._axis import axis_names
+from optax_accum._axis import axis_names, spec_of
 from optax_accum._validation import check_leaves, dtype_of, is_arraylike, is_real
 
 
@@ -382,6 +382,14 @@ def loss(value: Any) -> Any:
 def check_returned(name: str, new: Any, old: Any) -> None:
     """Require that `loss_fn` returns what it was given with its tree, shapes and dtypes."""
     check_kept(name, f"loss_fn must return the {name} with", "it was given", new, old)
+    pairs = zip(tree_flatten_with_path(new)[0], jax.tree.leaves(old), strict=True)
+    for (path, n), o in pairs:
+        if spec_of(n) != spec_of(o):
+            raise ValueError(
+                f"loss_fn must return the {name} sharded as it was given, over axes of a mesh that"
+                f" are explicit; {name}{keystr(path)} goes from {spec_of(o)} to {spec_of(n)}. Use"
+                " jax.sharding.reshard."
+            )
 
 
 def check_kept(name: str, rule: str, origin: str, new: Any, old: Any) -> None:

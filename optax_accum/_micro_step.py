@@ -11,7 +11,7 @@ import optax
 from jax import lax
 
 from optax_accum import _call_validation, _validation
-from optax_accum._axis import check_own, varying
+from optax_accum._axis import check_own, reduce_over, varying
 from optax_accum._chain import Accumulator
 from optax_accum._gate import after
 from optax_accum._loss_function import LossFunction
@@ -209,4 +209,4 @@ def with_extras(opt_state: Any, **extras: Any) -> Any:
 def _mean_over(axis_name, x):
     """The mean over devices; of counters, which are the same on all, the value."""
     is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
-    return lax.pmean(x, axis_name) if is_inexact else lax.pmax(x, axis_name)
+    return reduce_over(axis_name, lax.pmean, x) if is_inexact else lax.pmax(x, axis_name)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_accum import _call_arguments, _call_validation, _jaxprs, _validation
-from optax_accum._axis import varying_as
+from optax_accum._axis import check_carried, check_summable, varying_as
 from optax_accum._canonical_conv import canonical_convolutions
 from optax_accum._loss_function import LossFunction
 from optax_accum._rounding import gathered_tree
@@ -22,6 +22,7 @@ from optax_accum._window import (
     times,
     weight_dtype_of,
     weights,
+    zeros,
 )
 
 _WITHOUT_A_NUMBER = " Name what has no number, being keyword-only, in batch_argnames."
@@ -170,15 +171,26 @@ def microbatch_value_and_grad(
                 weight = part_size / size if is_over_examples else part_size
             return weight, (loss, means, gradients), (carry, counts, rows)
 
-        weight_like, like, (_, counts_like, _) = jax.eval_shape(
+        weight_like, like, (carry_like, counts_like, _) = jax.eval_shape(
             lambda carry: micro_batch(0, carry, is_larger=False), carry
         )
+        check_summable(like[2], weight_like)
+        if carry_at is not None:
+            check_carried(call.labels[carry_at], carry, carry_like)
         sum_dtypes = jax.tree.map(lambda g: sum_dtype_of(g, accumulator_dtype), like[2])
         wide = weight_dtype_of((sum_dtypes, jax.tree.map(lambda x: x.dtype, like[:2])))
         dtypes = (*jax.tree.map(lambda x: dtype_like(wide, x), like[:2]), sum_dtypes)
-        # The sharding is that of the type, where a mesh has explicit axes; else there is none.
-        zero = lambda x, dtype: varying_as(x, jnp.zeros(x.shape, dtype, device=x.sharding))
-        zeros = jax.tree.map(zero, like, dtypes)
+
+        def zero(x, dtype):
+            """Of a scalar's type, on a mesh with explicit axes too, and times the weight's."""
+            return varying_as(weight_like, varying_as(x, jnp.zeros([], dtype, device=x.sharding)))
+
+        differentiated = jax.tree.leaves([args[i] for i in call.grad_at])
+        zero_sums = jax.tree.map(zeros, differentiated, jax.tree.leaves(sum_dtypes))
+        totals = (
+            *jax.tree.map(zero, like[:2], dtypes[:2]),
+            jax.tree.unflatten(jax.tree.structure(sum_dtypes), zero_sums),
+        )
         no_counts = jax.tree.map(lambda x: zero(x, x.dtype), counts_like)
 
         def gather(state, i, is_larger):
@@ -196,7 +208,7 @@ def microbatch_value_and_grad(
                 new_carry = jax.tree.map(keep, new_carry, carry)
             return (add(window_weight, weight), total, counts, new_carry), rows
 
-        state, all_rows = (zero(weight_like, wide), zeros, no_counts, carry), []
+        state, all_rows = (zero(weight_like, wide), totals, no_counts, carry), []
         for numbers, is_larger in by_size(size, num):
             body = functools.partial(gather, is_larger=is_larger)
             state, rows = lax.scan(body, state, numbers)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from optax_accum import _validation
+from optax_accum._axis import check_reduced, check_reduced_over
 from optax_accum._followers import check_followers
 from optax_accum._gate import nothing
 from optax_accum._rounding import gathered_tree
@@ -166,10 +167,13 @@ def accumulate_in_momentum(
         accepted = is_counted(share, dtype)
         begins = accepted & (state.window_weight == 0)
 
+        check_reduced("gradients", updates)
+        before = trace
         counters = lambda: (state.gradient_step, state.micro_step, state.num_skipped)
         decay = jnp.where(begins, decay, 1)
         trace = gathered_tree(trace, updates, share, accepted, counters, decay)
         window_weight = gathered(state.window_weight, share, 1, accepted)
+        check_reduced_over(None, updates, before, trace, window_weight, "share")
         micro_step = state.micro_step + 1
         closes = (micro_step >= k) | _validation.scalar("flush", flush, jnp.bool_)
         emitted = closes & (window_weight > 0)
