@@ -14,7 +14,12 @@ from hypothesis import given, strategies as st
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from optax_accum import accumulate, microbatch_value_and_grad, varying
+from optax_accum import (
+    accumulate,
+    contrastive_value_and_grad,
+    microbatch_value_and_grad,
+    varying,
+)
 from optax_accum.testing import collectives
 
 RNG = np.random.default_rng(0)
@@ -419,6 +424,34 @@ def test_a_batch_that_is_split_over_devices_is_not_moved():
     gradient_bytes = 4 * (12 + 3)
     assert found.in_loops.bytes + found.outside.bytes <= gradient_bytes + 8
     assert_close(compiled(params, x), jax.value_and_grad(loss_fn)(PARAMS, X))
+
+
+def layers(params, x):
+    block = jax.checkpoint(lambda h, w: jnp.tanh(h @ w))
+    return lax.scan(lambda h, w: (block(h, w), None), x, params)[0]
+
+
+def mean_square(params, x):
+    return jnp.mean(layers(params, x) ** 2)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        microbatch_value_and_grad(mean_square, 4),
+        microbatch_value_and_grad(mean_square, 4, accumulator_dtype=jnp.bfloat16),
+        contrastive_value_and_grad(layers, lambda params, r: jnp.mean(r**2), 4),
+    ],
+    ids=["microbatch", "microbatch in bfloat16", "contrastive"],
+)
+def test_gradients_of_sharded_parameters_are_summed_and_returned_sharded(fn):
+    sharding = NamedSharding(MESH, P(None, "data"))
+    params = jax.ShapeDtypeStruct((32, 64, 64), jnp.float32, sharding=sharding)
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(MESH, P("data")))
+    compiled = jax.jit(fn).lower(params, x).compile()
+    assert compiled.output_shardings[1].is_equivalent_to(sharding, 3)
+    bytes_of_params = 4 * 32 * 64 * 64
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.3 * bytes_of_params
 
 
 def test_inside_shard_map_a_weight_may_be_that_of_the_device():
