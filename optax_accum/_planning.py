@@ -10,6 +10,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_accum import _call_validation, _validation
+from optax_accum._axis import is_manual
 from optax_accum._checkpoint_segments import checkpoint_segments
 from optax_accum._microbatch import microbatch_value_and_grad
 from optax_accum._window import sum_dtype_of
@@ -123,6 +124,11 @@ def plan_microbatches(
     _validation.check_function("loss_fn", loss_fn)
     if tx is not None and not isinstance(tx, optax.GradientTransformation):
         raise ValueError(f"tx must be an optax gradient transformation or None, got {tx!r}.")
+    if is_manual():
+        raise ValueError(
+            "plan_microbatches must be called outside jax.shard_map, since it compiles a program"
+            " of its own: pass shapes there, with their shardings or of one device's part."
+        )
     _validation.check_not_overwritten(
         params, "params", _validation.HOLD_OVERWRITTEN.format(name="loss_fn")
     )

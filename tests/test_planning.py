@@ -271,3 +271,10 @@ def test_bad_arguments_are_named():
         plan(1e9, loss_fn=lambda params, batch: batch["x"] @ params["b"])
     with pytest.raises(ValueError, match="params must be floating"):
         plan(1e9, params={"a": jnp.arange(3)})
+
+
+def test_inside_shard_map_it_says_to_plan_outside():
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+    plan = lambda x: plan_microbatches(lambda w, x: jnp.mean(x * w), x, x, memory_budget=1e9)
+    with pytest.raises(ValueError, match=r"must be called outside jax\.shard_map"):
+        jax.shard_map(plan, mesh=mesh, in_specs=P("data"), out_specs=P())(jnp.ones(8))
