@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 
 from optax_accum import _jaxprs, _validation
 
@@ -50,16 +49,7 @@ def canonical_convolutions(fun: Callable[..., Any]) -> Callable[..., Any]:
     """
     _validation.check_function("fun", fun)
 
-    @functools.wraps(fun)
-    def canonical(*args, **kwargs):
-        jaxpr, arrays, result = _jaxprs.traced(fun, args, kwargs)
-        if any(map(_is_slow, _jaxprs.equations(jaxpr))):
-            evaluate = _jaxprs.rewritten(jaxpr, _is_slow, _fast_result)
-        else:
-            evaluate = jaxpr_as_fun(jaxpr)
-        return result(evaluate(*arrays))
-
-    return canonical
+    return _jaxprs.rewritten(fun, _is_slow, _convolve)
 
 
 def _is_slow(equation: Any) -> bool:
@@ -76,15 +66,11 @@ def _fast(ndim: int) -> lax.ConvDimensionNumbers:
     return lax.ConvDimensionNumbers(outer, (ndim - 1, ndim - 2, *(i - 1 for i in space)), outer)
 
 
-def _fast_result(equation: Any, *inputs: jax.Array) -> list[jax.Array]:
-    return [_convolve(*inputs, **equation.params)]
-
-
-def _convolve(lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: Any, **params: Any) -> Any:
+def _convolve(equation: Any, lhs: jax.Array, rhs: jax.Array) -> list[jax.Array]:
     """A convolution in the fast layout, where the platform is a CPU."""
-    as_it_is = functools.partial(
-        lax.conv_general_dilated_p.bind, dimension_numbers=dimension_numbers, **params
-    )
+    as_it_is = functools.partial(lax.conv_general_dilated_p.bind, **equation.params)
+    params = dict(equation.params)
+    dimension_numbers = params.pop("dimension_numbers")
 
     def fast(lhs, rhs):
         order = lambda spec, fast_spec: tuple(
@@ -99,4 +85,4 @@ def _convolve(lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: Any, **param
         )
         return out.transpose(np.argsort(order(dimension_numbers.out_spec, like.out_spec)))
 
-    return lax.platform_dependent(lhs, rhs, cpu=fast, default=as_it_is)
+    return [lax.platform_dependent(lhs, rhs, cpu=fast, default=as_it_is)]

@@ -10,6 +10,7 @@ from jax import lax
 from optax_accum import _call_arguments, _call_validation, _validation
 from optax_accum._canonical_conv import canonical_convolutions
 from optax_accum._microbatch import by_size, in_order, microbatch_value_and_grad, part_of, split_key
+from optax_accum._wide_reductions import wide_reductions
 
 _PART_OF_BATCH = (
     "Put it into the batch, a tree, if it is; let encode_fn be a functools.partial that has {name}"
@@ -122,7 +123,7 @@ def contrastive_value_and_grad(
         _call_validation.check_enough_examples(num, size)
         _call_arguments.check_shared_keywords(keywords, size, _PART_OF_BATCH)
         if num == 1:
-            return jax.value_and_grad(whole)(params, batch, *rngs, **keywords)
+            return wide_reductions(jax.value_and_grad(whole))(params, batch, *rngs, **keywords)
         keys = [split_key(rng, num) for rng in rngs]
 
         def forward(numbers, is_larger):
@@ -130,7 +131,8 @@ def contrastive_value_and_grad(
 
             def body(_, i):
                 part = jax.tree.map(lambda x: part_of(x, i, num, is_larger), batch)
-                rows = encode(params, part, *(key[i] for key in keys), **keywords)
+                keys_of_part = (key[i] for key in keys)
+                rows = wide_reductions(encode)(params, part, *keys_of_part, **keywords)
                 _call_validation.check_representations(rows, _call_validation.check_batch(part))
                 return None, rows
 
@@ -143,9 +145,8 @@ def contrastive_value_and_grad(
         of_leaves = lambda params, floats: checked_loss(
             params, jax.tree.unflatten(treedef, _put_back(leaves, floats))
         )
-        loss, (direct, cotangents) = jax.value_and_grad(of_leaves, (0, 1))(
-            params, list(filter(_is_inexact, leaves))
-        )
+        differentiated = wide_reductions(jax.value_and_grad(of_leaves, (0, 1)))
+        loss, (direct, cotangents) = differentiated(params, list(filter(_is_inexact, leaves)))
         _, through = backward(params, batch, cotangents, *rngs, **keywords)
         return loss, jax.tree.map(jnp.add, direct, through)
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxpr_as_fun
 
 _RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "random_gamma")
 _MOVES = {  # elements, without arithmetic
@@ -58,13 +58,7 @@ def with_constant_draws(fun: Callable[..., Any], quantile: float) -> Callable[..
     A draw within a loop of unknown length stays random, since the loop might wait for another one.
     """
     draw = functools.partial(_constant_draw, quantile)
-
-    @jax.jit
-    def constant(*args):
-        jaxpr, arrays, result = traced(fun, args, {})
-        return result(rewritten(jaxpr, _is_draw, draw, left=("shard_map", "while"))(*arrays))
-
-    return constant
+    return jax.jit(rewritten(fun, _is_draw, draw, left=("shard_map", "while")))
 
 
 def _is_draw(equation):
@@ -111,12 +105,26 @@ def evaluate(jaxpr, *args, rule):
     return results(jaxpr, values)
 
 
-def rewritten(jaxpr, is_replaced, rule, left=("shard_map",)) -> Callable[..., list[Any]]:
-    """A jaxpr as a function, in which `rule` gives the results of the equations that it replaces.
+def rewritten(
+    fun: Callable[..., Any],
+    is_replaced: Callable[[Any], bool],
+    rule: Callable[..., list[Any]],
+    left: tuple[str, ...] = ("shard_map",),
+) -> Callable[..., Any]:
+    """`fun`, where `rule(equation, *inputs)` gives the results of the equations that it replaces.
 
     Those in nested jaxprs too, except in the primitives of the names `left`: the body of a
     `shard_map` means nothing outside of its mesh.
     """
+
+    @functools.wraps(fun)
+    def new(*args, **kwargs):
+        jaxpr, arrays, result = traced(fun, args, kwargs)
+        is_found = any(map(is_replaced, equations(jaxpr)))
+        return result((of_jaxpr(jaxpr) if is_found else jaxpr_as_fun(jaxpr))(*arrays))
+
+    def of_jaxpr(jaxpr):
+        return functools.partial(evaluate, jaxpr, rule=of_equation)
 
     def of_equation(equation, *inputs):
         if is_replaced(equation):
@@ -134,11 +142,10 @@ def rewritten(jaxpr, is_replaced, rule, left=("shard_map",)) -> Callable[..., li
             return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
         if not is_jaxpr(value) or not any(map(is_replaced, equations(value))):
             return value
-        function = functools.partial(evaluate, value, rule=of_equation)
-        new = jax.make_jaxpr(function)(*(v.aval for v in value.invars))
+        new = jax.make_jaxpr(of_jaxpr(value))(*(v.aval for v in value.invars))
         return new if hasattr(value, "consts") else new.jaxpr
 
-    return functools.partial(evaluate, jaxpr, rule=of_equation)
+    return new
 
 
 def initial_values(jaxpr, args):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from optax_accum import _call_validation
 from optax_accum._validation import wider
+from optax_accum._wide_reductions import wide_reductions
 
 
 class LossFunction(NamedTuple):
@@ -45,7 +46,7 @@ class LossFunction(NamedTuple):
             return loss.astype(wide) * loss_scale, (loss, rest)
 
         grad_fn = jax.grad(scaled, self.argnums, has_aux=True)
-        gradients, (loss, rest) = grad_fn(*args)
+        gradients, (loss, rest) = wide_reductions(grad_fn)(*args)
         if self.carry_argnum is not None:
             _call_validation.check_returned(self.carry_name, rest[0], args[self.carry_argnum])
         return loss, rest, gradients

@@ -170,8 +170,9 @@ def test_windows_are_those_of_the_big_batch_where_one_axis_of_two_is_mapped(kind
 
 
 def reduced_dtypes(lowered):
-    """The dtypes of the all-reduces of a program that has not been compiled."""
-    found = re.findall(r'"stablehlo.all_reduce".*?\}\) : \((.*?)\) ->', lowered.as_text(), re.S)
+    """The dtypes that a program, which has not been compiled, reduces over devices."""
+    reductions = r'"stablehlo.(?:all_reduce|reduce_scatter)".*?\}\) : \((.*?)\) ->'
+    found = re.findall(reductions, lowered.as_text(), re.S)
     return set(re.findall(r"[x<]([a-z]+\d+)>", " ".join(found)))
 
 
@@ -230,6 +231,60 @@ def test_a_train_step_ends_no_process_where_one_axis_of_two_is_mapped(narrow, dt
         jax.tree.map(lambda x: np.float32(x), params), want, rtol=2e-2, atol=2e-2
     )
     np.testing.assert_allclose(np.float32(mean), 0.5 * X.mean(0), rtol=2e-2, atol=1e-3)
+
+
+def summed_over_devices(params, x):
+    return jax.tree.map(lambda g: g / DATA, microbatch_value_and_grad(loss_fn, K)(params, x)[1])
+
+
+def with_gathered_rows(num):
+    def mean_square(params, r):
+        return lax.pmean(jnp.mean(lax.all_gather(r, "data", tiled=True) ** 2), "data")
+
+    def run(params, x):
+        fn = contrastive_value_and_grad(encode, mean_square, num)
+        gradients = fn(varying(params, "data"), x)[1]
+        return jax.tree.map(lambda g: lax.psum(g.astype(jnp.float32), "data"), gradients)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "run",
+    [summed_over_devices, with_gathered_rows(1), with_gathered_rows(2)],
+    ids=["parameters that all share", "gathered rows", "gathered rows of micro-batches"],
+)
+def test_reductions_in_bfloat16_within_a_gradient_end_no_process(run):
+    mesh = grid("automatic")
+    mapped = over_data(run, mesh, (P(), P("data")), P())
+    arguments = in_bfloat16(placed(mesh))
+    assert "bf16" not in reduced_dtypes(mapped.lower(*arguments))
+    got = jax.tree.map(np.float32, mapped(*arguments))
+    chex.assert_trees_all_close(got, jax.grad(loss_fn)(PARAMS, X), rtol=5e-2, atol=1e-3)
+
+
+def test_statistics_in_bfloat16_over_all_devices_end_no_process_in_a_train_step():
+    def standardized_loss(params, x):
+        def center(h, _):
+            return h - lax.pmean(h.mean(0), "data"), None
+
+        h, _ = lax.scan(center, x @ params["w"], None, length=1)
+        return jnp.mean(jnp.tanh(h) ** 2)
+
+    mesh = grid("automatic")
+    params, x = in_bfloat16(placed(mesh))
+    tx = accumulate(1, optax.sgd(1.0), axis_name="data")
+    step = make_train_step(standardized_loss, tx, mesh=mesh)
+    state = step.init(params)
+    assert "bf16" not in reduced_dtypes(step.lower(params, state, x))
+    params, _, _ = step(params, state, x)
+
+    def whole_loss(params):
+        h = X @ params["w"]
+        return jnp.mean(jnp.tanh(h - h.mean(0)) ** 2)
+
+    want = PARAMS["w"] - jax.grad(whole_loss)(PARAMS)["w"]
+    np.testing.assert_allclose(np.float32(params["w"]), want, rtol=2e-2, atol=1e-2)
 
 
 # Axes that nothing reduces over.

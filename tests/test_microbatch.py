@@ -451,7 +451,7 @@ def test_gradients_of_sharded_parameters_are_summed_and_returned_sharded(fn):
     compiled = jax.jit(fn).lower(params, x).compile()
     assert compiled.output_shardings[1].is_equivalent_to(sharding, 3)
     bytes_of_params = 4 * 32 * 64 * 64
-    assert compiled.memory_analysis().temp_size_in_bytes < 0.3 * bytes_of_params
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.4 * bytes_of_params
 
 
 def test_inside_shard_map_a_weight_may_be_that_of_the_device():
