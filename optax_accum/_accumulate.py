@@ -238,7 +238,7 @@ def accumulate(
             )
             if buffered or accepted is not True:
                 before = state.window_sum if buffered else params
-                check_reduced_over(axis_name, gradients, before, total, beside)
+                check_reduced_over(axis_name, gradients, before, total, *beside)
         else:
             total, beside = gathering.held(state, params)
             accepted = False

@@ -173,7 +173,7 @@ def accumulate_in_momentum(
         decay = jnp.where(begins, decay, 1)
         trace = gathered_tree(trace, updates, share, accepted, counters, decay)
         window_weight = gathered(state.window_weight, share, 1, accepted)
-        check_reduced_over(None, updates, before, trace, window_weight, "share")
+        check_reduced_over(None, updates, before, trace, window_weight, {}, "share")
         micro_step = state.micro_step + 1
         closes = (micro_step >= k) | _validation.scalar("flush", flush, jnp.bool_)
         emitted = closes & (window_weight > 0)

@@ -349,12 +349,13 @@ def test_an_axis_beside_axis_name_is_named():
         (accumulate(1, optax.adam(1.0)), "weight"),
         (accumulate(2, optax.adam(1.0), average_extra_args=("value",)), "value"),
         (accumulate(2, optax.adam(1.0), monitor=True), "value"),
+        (accumulate(2, optax.adam(1.0), average_extra_args=("accuracy",)), "accuracy"),
         (accumulate_in_momentum(2, 1.0, 0.9), "share"),
     ],
 )
 def test_a_weight_or_value_of_one_device_is_named(tx, name):
     arguments = {name: lambda x: jnp.abs(x).sum()}
-    with pytest.raises(ValueError, match=rf"{name} varies over .*'data'.*jax\.lax\.p\w+\({name}"):
+    with pytest.raises(ValueError, match=rf"^{name} varies over .*'data'.*jax\.lax\.p\w+\({name}"):
         updating(tx, reduce=mean_over_data, **arguments)
     updating(tx, reduce=mean_over_data, **{name: lambda x: mean_over_data(jnp.abs(x).sum())})
 
