@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 import test_laws
@@ -14,12 +15,15 @@ from optax_accum import (
     accumulate,
     accumulate_in_momentum,
     chain,
+    contrastive_value_and_grad,
     flush,
     loss_scale,
     make_train_step,
     microbatch_value_and_grad,
+    plan_microbatches,
     window_metrics,
 )
+from optax_accum.testing import assert_window_equivalence
 
 TREE = {"a": (2, 2), "b": (3,)}
 MIXED = [jnp.float32, jnp.bfloat16, jnp.complex64]
@@ -126,13 +130,60 @@ def test_train_steps_run_off_the_boundary_too(mode):
     step.flush(params, state)
 
 
-def test_windows_in_one_call_run(mode):
-    params = {"w": jnp.ones((2, 3)), "b": jnp.ones((1, 3))}
-    x = jnp.arange(14.0).reshape(7, 2)
-    got = jax.jit(microbatch_value_and_grad(loss_fn, 3))(params, x)
-    want = jax.value_and_grad(loss_fn)(params, x)
-    jax.tree.map(assert_close, got, want)
+PARAMS_OF_LOSS = {"w": jnp.ones((2, 3)) / 4, "b": jnp.ones((1, 3))}
+X = jnp.arange(14.0).reshape(7, 2) / 16
 
 
-def assert_close(a, b):
-    assert jnp.max(jnp.abs(a - b)) < 1e-4 * (1 + jnp.max(jnp.abs(b)))
+def eps_of(dtype):
+    return float(jnp.finfo(dtype).eps)
+
+
+def assert_close(got, want, eps):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        a, b = np.float32(a), np.float32(b)
+        assert np.max(np.abs(a - b)) < 8 * eps * (1 + np.max(np.abs(b)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "accumulator_dtype"),
+    [(jnp.float32, None), (jnp.bfloat16, None), (jnp.bfloat16, jnp.bfloat16)],
+)
+def test_windows_in_one_call_run(mode, dtype, accumulator_dtype):
+    params, x = jax.tree.map(lambda a: a.astype(dtype), (PARAMS_OF_LOSS, X))
+    fn = microbatch_value_and_grad(loss_fn, 3, accumulator_dtype=accumulator_dtype)
+    assert_close(jax.jit(fn)(params, x), jax.value_and_grad(loss_fn)(params, x), eps_of(dtype))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_contrastive_windows_run(mode, dtype):
+    params, x = jax.tree.map(lambda a: a.astype(dtype), (PARAMS_OF_LOSS, X))
+
+    def encode(params, x):
+        return jnp.tanh(x @ params["w"])
+
+    def loss_of_rows(params, rows):
+        return jnp.mean((rows @ rows.T) ** 2)
+
+    def whole_loss(params, x):
+        return loss_of_rows(params, encode(params, x))
+
+    fn = contrastive_value_and_grad(encode, loss_of_rows, 3)
+    assert_close(jax.jit(fn)(params, x), jax.value_and_grad(whole_loss)(params, x), eps_of(dtype))
+
+
+def test_a_batch_is_planned(mode):
+    plan = plan_microbatches(loss_fn, PARAMS_OF_LOSS, X, memory_budget=1e6, tx=optax.lion(0.5))
+    assert (plan.fits, plan.num_microbatches) == (True, 1)
+
+
+def test_windows_of_bfloat16_are_checked(mode):
+    params, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (PARAMS_OF_LOSS, X))
+    tx = chain(accumulate(3), optax.lion(0.5))
+    assert_window_equivalence(loss_fn, params, x, 3, tx=tx)
+
+    def summed_loss(params, x):
+        return len(x) * loss_fn(params, x)
+
+    with pytest.raises(AssertionError, match="does not give the gradient of its batch"):
+        assert_window_equivalence(summed_loss, params, x, 3)
