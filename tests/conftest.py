@@ -10,12 +10,17 @@ import hypothesis
 import jax
 import pytest
 
+# The same examples in each run. To try many others, and print how to reproduce a failure:
+# LAW_EXAMPLES=400 python -m pytest --hypothesis-profile=nightly tests/test_laws.py
 hypothesis.settings.register_profile(
     "laws",
     deadline=None,
     derandomize=True,
     max_examples=int(os.environ.get("LAW_EXAMPLES", 15)),
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile(
+    "nightly", hypothesis.settings.get_profile("laws"), derandomize=False, print_blob=True
 )
 hypothesis.settings.load_profile("laws")
 

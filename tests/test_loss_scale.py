@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
 
 import laws
@@ -83,7 +83,6 @@ def compiled(k, config):
     return tx, jax.jit(tx.update)
 
 
-@settings(max_examples=25)
 @given(overflowing(), st.sampled_from([jnp.inf, -jnp.inf, jnp.nan]), st.booleans())
 def test_it_follows_the_overflows_of_windows(case, overflow, weighted):
     k, config, windows = case

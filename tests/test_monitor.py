@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
 
 import laws
@@ -54,7 +54,6 @@ def windows(draw):
     return gradients, weights if any(weights) else [1.0] * k
 
 
-@settings(max_examples=20)
 @given(windows(), st.sampled_from(["mean", "sum", "ratio"]))
 def test_it_says_what_the_window_was(window, normalize):
     gradients, weights = window
