@@ -475,8 +475,12 @@ def test_a_wrong_dtype_or_tree_or_state_is_named():
 
 def test_what_asks_for_a_gate_says_what_to_write_instead():
     tx = accumulate_in_momentum(2, 0.1, 0.9)
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS, share=1.0)
     with pytest.raises(TypeError, match=r"to be flushed, .*share=0 in place of weight=0"):
-        flush(tx, tx.init(PARAMS), PARAMS)
+        flush(tx, state, PARAMS)
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    updates, _ = tx.update(zeros, state, PARAMS, share=0, flush=True)
+    chex.assert_trees_all_close(updates, jax.tree.map(lambda p: -0.1 * p, PARAMS))
     with pytest.raises(TypeError, match=r"write the step with tx.update"):
         make_train_step(lambda params, batch: 0.0, tx)
 
