@@ -11,7 +11,7 @@ import jax
 import pytest
 
 # The same examples in each run. To try many others, and print how to reproduce a failure:
-# LAW_EXAMPLES=400 python -m pytest --hypothesis-profile=nightly tests/test_laws.py
+# LAW_EXAMPLES=400 python -m pytest --hypothesis-profile=nightly tests/core/test_laws.py
 hypothesis.settings.register_profile(
     "laws",
     deadline=None,

@@ -33,10 +33,12 @@ def test_the_snippets_run_one_after_the_other():
         exec(compile(snippet, f"README snippet {i}", "exec"), namespace)
 
 
-def test_the_readme_is_short_and_names_every_file_of_the_package():
+def test_the_readme_is_short_and_names_every_folder_of_the_package():
     assert len(README.splitlines()) <= 570
-    for file in (ROOT / "optax_accum").glob("_[a-z]*.py"):
-        assert f"`optax_accum/{file.name}`" in README
+    package = ROOT / "optax_accum"
+    folders = [f"{file.parent.name}/" for file in package.glob("*/__init__.py")]
+    for name in [*folders, *(file.name for file in package.glob("_[a-z]*.py"))]:
+        assert f"`optax_accum/{name}`" in README
 
 
 def test_the_extras_and_the_oldest_python_of_the_readme_are_those_of_the_package():

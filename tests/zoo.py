@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from optax_accum._gate_check import OF_THE_WINDOW
+from optax_accum.testing.gate_check import OF_THE_WINDOW
 
 # What a required parameter of this name is given.
 ARGUMENTS = {
@@ -111,8 +111,8 @@ NEEDS = {
 }
 
 
-# Where law 1 does not hold, and why; tests/test_optimizers.py shows each, and prints the README's
-# table from it.
+# Where law 1 does not hold, and why; tests/core/test_optimizers.py shows each, and prints the
+# README's table from it.
 EXCEPTIONS = {
     "optax.lookahead": "its params are a pair, the gradients are not",
     "optax.contrib.dpsgd": "its gradients have an axis of examples, its params do not",
