@@ -84,7 +84,10 @@ def methods(case):
     accumulated, every_step = accumulate(K, inner), accumulate(1, inner)
     monitored = accumulate(K, inner, monitor=True)
     multi = optax.MultiSteps(inner, K)
-    zeros = lambda params: jax.tree.map(jnp.zeros_like, params)
+
+    def zeros(params):
+        return jax.tree.map(jnp.zeros_like, params)
+
     return {
         "floor: acc += g": (floor_step, zeros, K),
         "floor, carrying inner's state": (carrying_step, accumulated.init, K),

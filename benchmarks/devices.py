@@ -82,7 +82,10 @@ def with_pmap(params):
 
     pmapped = jax.pmap(body, axis_name="data", donate_argnums=(0, 1))
     params = on_each(params)
-    split = lambda step: lambda params, state, x: step(params, state, x[:, None])
+
+    def split(step):
+        return lambda params, state, x: step(params, state, x[:, None])
+
     state = jax.pmap(tx.init, axis_name="data")(params)
     return split(pmapped), split(pmapped.lower), params, state
 
@@ -154,7 +157,10 @@ def on_each(tree):
 
 def params_of(args):
     keys = jax.random.split(jax.random.key(0), args.leaves)
-    draw = lambda key: jax.random.normal(key, (args.size, args.size)) / args.size**0.5
+
+    def draw(key):
+        return jax.random.normal(key, (args.size, args.size)) / args.size**0.5
+
     return jax.device_put({f"w{i}": draw(key) for i, key in enumerate(keys)}, REPLICATED)
 
 

@@ -32,7 +32,8 @@ import jax.numpy as jnp
 import optax
 import window
 
-from optax_accum import _gate, microbatch_value_and_grad, plan_microbatches
+from optax_accum import microbatch_value_and_grad, plan_microbatches
+from optax_accum._core import gate as gate_module
 
 CIFAR = pathlib.Path(__file__).parents[1] / "examples" / "cifar_flax.py"
 GATES = ("cond", "select")
@@ -41,20 +42,25 @@ PARTS = [f"cost/{case}/{gate}" for case in cost.CASES for gate in GATES]
 PARTS += [f"arm/{arm}" for arm in ARMS]
 PARTS += [f"plan/{case}/{share}" for case in ("cnn", "transformer") for share in ("1", "0.2")]
 
-gate_as_cond = _gate.gate
+gate_as_cond = gate_module.select_branch
 
 
 def gate_as_select(predicate, emit, hold, *operands):
     """Run both branches, and select between their results."""
     if not isinstance(predicate, jax.core.Tracer):
         return gate_as_cond(predicate, emit, hold, *operands)
-    pick = lambda emitted, held: jnp.where(predicate, emitted, held)
+
+    def pick(emitted, held):
+        return jnp.where(predicate, emitted, held)
+
     return jax.tree.map(pick, emit(*operands), hold(*operands))
 
 
 def measure_cost(case, gate, runs):
     """Rows of cost.py for one case, with the gate as asked."""
-    with mock.patch.object(_gate, "gate", {"cond": gate_as_cond, "select": gate_as_select}[gate]):
+    with mock.patch.object(
+        gate_module, "select_branch", {"cond": gate_as_cond, "select": gate_as_select}[gate]
+    ):
         rows = cost.measure(case, runs)
     for row in rows:
         if row["method"] == "accumulate":
@@ -80,7 +86,10 @@ def measure_arm(arm, out, args):
 def measure_plan(case, share, runs):
     """What the plan says of a step, and what it took."""
     net_loss, params, batch, _ = window.case(case)
-    loss_fn = lambda params, batch: net_loss(params, *batch)
+
+    def loss_fn(params, batch):
+        return net_loss(params, *batch)
+
     tx = optax.adam(1e-3)
     plan = functools.partial(plan_microbatches, loss_fn, params, batch, tx=tx)
     whole = plan(memory_budget=1e15).rows[0].peak

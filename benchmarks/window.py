@@ -138,7 +138,10 @@ def measure(name, runs):
         for arm in (*arms.values(), *theirs.values()):
             arm.compile()
     big = arms["the big batch"]
-    ratio = lambda a, b: statistics.median(x / y for x, y in zip(a, b, strict=False))
+
+    def ratio(a, b):
+        return statistics.median(x / y for x, y in zip(a, b, strict=False))
+
     parts = {k: Arm(plain, params, [x[: size // k] for x in batch]).temp for k in ks}
     gradient = sum(4 * p.size for p in jax.tree.leaves(params))
     print(f"\n{name}: {size} examples, parameters {gradient / 1e6:.1f} MB")

@@ -229,11 +229,17 @@ def main(argv=None):
     out = pathlib.Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     data = load(args).name
-    order = lambda row: (row["seed"], row["norm"], -row["physical_batch"])
+
+    def order(row):
+        return (row["seed"], row["norm"], -row["physical_batch"])
+
     path = out / "batchnorm_vs_groupnorm.json"
     results = Results(path, config(args), data, cell_of, order)
     if args.again:
-        again = lambda row: print(f"{args.again} on {data}: {row['test_error']}")
+
+        def again(row):
+            return print(f"{args.again} on {data}: {row['test_error']}")
+
         run([args.again], args, data, again)
         kept = {cell_of(row): row["test_error"] for row in results.mine()}
         print(f"{results.path} has: {kept.get(args.again, 'no such cell with these options')}")

@@ -103,7 +103,9 @@ class Results:
         return json.loads(self.path.read_text()) if self.path.exists() else []
 
     def add(self, row):
-        is_same = lambda r: self.is_mine(r) and self.cell_of(r) == self.cell_of(row)
+        def is_same(r):
+            return self.is_mine(r) and self.cell_of(r) == self.cell_of(row)
+
         rows = sorted([*(r for r in self.rows() if not is_same(r)), row], key=self.order)
         half_written = self.path.with_suffix(".tmp")
         half_written.write_text(json.dumps(rows, indent=1) + "\n")

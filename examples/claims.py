@@ -220,7 +220,10 @@ def main(argv=None):
     results = of_file(path, config(args))
     timed = of_file(path.with_stem("claims_time"), {"train_size": args.train_size})
     if args.again:
-        again = lambda row: print(f"{args.again} on {images.name}: {row['test_error']}")
+
+        def again(row):
+            return print(f"{args.again} on {images.name}: {row['test_error']}")
+
         train_all(train, [args.again], args, images.name, again)
         kept = {row["cell"]: row["test_error"] for row in results.mine()}
         print(f"{path} has: {kept.get(str(args.again), 'no such cell with these options')}")

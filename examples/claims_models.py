@@ -86,7 +86,10 @@ def new_trainer(setting, images, seed, updates):
 def sharpness_of(trainer, images):
     """How much the loss on some training images rises around the weights, and their norm."""
     batch = images.train_images[:SHARPNESS_IMAGES], images.train_labels[:SHARPNESS_IMAGES]
-    loss_fn = lambda params: trainer.loss(params, trainer.rest, *batch)[0]
+
+    def loss_fn(params):
+        return trainer.loss(params, trainer.rest, *batch)[0]
+
     rise = jax.jit(functools.partial(sharpness, loss_fn, radius=RADIUS, num_samples=DIRECTIONS))
     return {
         "sharpness": float(rise(trainer.params, jax.random.key(0))),  # the same directions for all

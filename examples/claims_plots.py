@@ -56,7 +56,10 @@ def noise(axis, rows):
     axis.set_yscale("log", base=2)
     axis.set_xlabel("updates")
     axis.set_ylabel("noise scale, examples")
-    of_k = lambda examples: examples / arm.physical_batch
+
+    def of_k(examples):
+        return examples / arm.physical_batch
+
     second = axis.secondary_yaxis("right", functions=(of_k, lambda k: k * arm.physical_batch))
     second.set_ylabel(f"k that makes a window so large, of micro-batches of {arm.physical_batch}")
     for each in (axis.yaxis, second.yaxis):

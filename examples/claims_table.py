@@ -176,7 +176,10 @@ class Rows:
 
     def best(self, settings):
         """The setting whose mean error is the least; one of those that are finished."""
-        mean = lambda setting: np.mean([*self.values(setting).values()] or math.inf)
+
+        def mean(setting):
+            return np.mean([*self.values(setting).values()] or math.inf)
+
         return min(settings, key=mean)
 
     def compare(self, claim, rule, setting, other, measure=ERROR):

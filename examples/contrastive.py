@@ -124,7 +124,10 @@ def retrieval(r, labels):
 
 def max_relative_diff(gradients, want):
     """Largest difference of an element, relative to the largest element of its array."""
-    relative = lambda a, b: jnp.abs(a - b).max() / jnp.abs(b).max()
+
+    def relative(a, b):
+        return jnp.abs(a - b).max() / jnp.abs(b).max()
+
     return max(map(float, jax.tree.leaves(jax.tree.map(relative, gradients, want))))
 
 
@@ -207,7 +210,10 @@ def table(rows):
             differences = [100 * (row[name] - big[name]) for row, big in paired if arm != BIG]
             shown.append(plus_minus(*mean_and_error([100 * row[name] for row in mine])))
             shown.append(plus_minus(*mean_and_error(differences)) if differences else "")
-        each = lambda name, mine=mine: [row[name] for row in mine]
+
+        def each(name, mine=mine):
+            return [row[name] for row in mine]
+
         shown.append(f"{max(each('first_gradient_max_diff')):.0e}")
         shown.append(f"{max(each('temp_bytes')) / 1e6:.1f}")
         shown.append(f"{np.median(each('images_per_second')):.0f}")

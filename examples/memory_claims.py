@@ -39,15 +39,21 @@ def of_steps(rows):
 
 def ratios(row):
     """Time and peak of each arm against the big batch; the median of the ratios within a run."""
-    time_of = lambda arm: statistics.median(
-        ms / big for ms, big in zip(row["ms"][arm], row["ms"][BIG], strict=True)
-    )
+
+    def time_of(arm):
+        return statistics.median(
+            ms / big for ms, big in zip(row["ms"][arm], row["ms"][BIG], strict=True)
+        )
+
     return {arm: (time_of(arm), row["peak"][arm] / row["peak"][BIG]) for arm in row["ms"]}
 
 
 def claims_table(rows):
     """The articles' figures and ours; nan is still to be measured."""
-    missing = lambda found: collections.defaultdict(lambda: math.nan, found)
+
+    def missing(found):
+        return collections.defaultdict(lambda: math.nan, found)
+
     peak = missing({name: row["peak"] / 1e9 for name, row in of_steps(rows).items()})
     of_arms = {a: time - 1 for row in rows if "ms" in row for a, (time, _) in ratios(row).items()}
     slower = missing(of_arms)

@@ -118,7 +118,10 @@ def sharded(mesh, state):
 
 def bytes_of(tree):
     """On one device."""
-    shard = lambda x: x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+
+    def shard(x):
+        return x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+
     return sum(math.prod(shard(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
@@ -144,7 +147,10 @@ def measure(cell):
     batch = inputs, jax.ShapeDtypeStruct((size,), jnp.int32)
     params, stats = jax.eval_shape(functools.partial(init, net), jax.random.key(0), inputs)
     if cell.method == "plan":
-        loss_fn = lambda params, batch: loss_of(net)(params, stats, *batch)[0]
+
+        def loss_fn(params, batch):
+            return loss_of(net)(params, stats, *batch)[0]
+
         plan = plan_microbatches(loss_fn, params, batch, memory_budget=BUDGET, tx=tx)
         rows = [row._asdict() | {"peak": row.peak} for row in plan.rows]
         return {"table": str(plan), "advice": plan.advice, "rows": rows}
@@ -213,7 +219,10 @@ def measure_time(model, pixels, size, runs):
     for _ in range(runs):
         for arm in arms.values():
             arm.update()
-    of_arms = lambda name: {label: getattr(arm, name) for label, arm in arms.items()}
+
+    def of_arms(name):
+        return {label: getattr(arm, name) for label, arm in arms.items()}
+
     return {"ms": of_arms("ms"), "peak": of_arms("peak")}
 
 

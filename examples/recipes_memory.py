@@ -26,7 +26,8 @@ def checkpoint(depth=16, width=64, size=256):
     tx = accumulate(4, optax.sgd(0.1))
 
     def compiled(block, size):
-        loss_fn = lambda params, x: jnp.mean(jax.lax.scan(block, x, params)[0] ** 2)
+        def loss_fn(params, x):
+            return jnp.mean(jax.lax.scan(block, x, params)[0] ** 2)
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def micro_step(params, opt_state, x):
@@ -42,7 +43,9 @@ def checkpoint(depth=16, width=64, size=256):
             new, opt_state = step(new, opt_state, part)
         return new
 
-    temp_bytes = lambda step: step.memory_analysis().temp_size_in_bytes
+    def temp_bytes(step):
+        return step.memory_analysis().temp_size_in_bytes
+
     plain, less = compiled(block, size // 4), compiled(jax.checkpoint(block), size // 4)
     return {
         "temp bytes of the batch": temp_bytes(compiled(block, size)),
@@ -81,8 +84,12 @@ def sums_on_host(tx):
     """
 
     def move(opt_state, space):
-        is_sum = lambda path: any(getattr(key, "name", None) == "window_sum" for key in path)
-        put = lambda path, x: jax.device_put(x, space) if is_sum(path) else x
+        def is_sum(path):
+            return any(getattr(key, "name", None) == "window_sum" for key in path)
+
+        def put(path, x):
+            return jax.device_put(x, space) if is_sum(path) else x
+
         return jax.tree.map_with_path(put, opt_state)
 
     def update(gradients, opt_state, params=None, **extra_args):
@@ -90,7 +97,9 @@ def sums_on_host(tx):
         updates, opt_state = tx.update(gradients, opt_state, params, **extra_args)
         return updates, move(opt_state, jax.memory.Space.Host)
 
-    init = lambda params: move(tx.init(params), jax.memory.Space.Host)
+    def init(params):
+        return move(tx.init(params), jax.memory.Space.Host)
+
     return optax.GradientTransformationExtraArgs(init, update)
 
 

@@ -67,11 +67,14 @@ def averaged_weights(decay=0.9):
     @jax.jit
     def average(averages, params, moves):
         ema, swa, n = averages
-        moved = lambda: (
-            optax.incremental_update(params, ema, 1 - decay),
-            optax.incremental_update(params, swa, 1 / (n + 1)),
-            n + 1,
-        )
+
+        def moved():
+            return (
+                optax.incremental_update(params, ema, 1 - decay),
+                optax.incremental_update(params, swa, 1 / (n + 1)),
+                n + 1,
+            )
+
         return jax.lax.cond(moves, moved, lambda: averages)
 
     def averages_of(tx, params, micro_batches, moves=has_updated):

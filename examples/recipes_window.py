@@ -32,14 +32,18 @@ def multi_task():
             for task, examples in batch.items()
         }
 
-    total = lambda params, batch: sum(losses(params, batch).values())
-    weighted = lambda params, batch: sum(
-        share[task] * loss for task, loss in losses(params, batch).items()
-    )
+    def total(params, batch):
+        return sum(losses(params, batch).values())
+
+    def weighted(params, batch):
+        return sum(share[task] * loss for task, loss in losses(params, batch).items())
 
     # One window of six micro-batches.
     in_turns = [{task: part} for task in parts for part in parts[task]]
-    weight_fn = lambda batch: sum(share[task] / len(parts[task]) for task in batch)
+
+    def weight_fn(batch):
+        return sum(share[task] / len(parts[task]) for task in batch)
+
     tx = chain(accumulate(6), optax.adam(1e-2))
     got = train(tx, params, in_turns, total, weight_fn)
     want = train(optax.adam(1e-2), params, [data], weighted)
@@ -83,7 +87,9 @@ def token_weights(buckets=(4, 8, 16)):
         size = min(bucket for bucket in buckets if bucket >= max(map(len, sequences)))
         return np.stack([np.pad(s, (0, size - len(s))) for s in sequences])  # 0 is no token
 
-    num_tokens = lambda tokens: (tokens[:, 1:] > 0).sum()
+    def num_tokens(tokens):
+        return (tokens[:, 1:] > 0).sum()
+
     shapes = []  # of each trace
 
     def token_loss(params, tokens):
