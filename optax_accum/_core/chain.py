@@ -128,6 +128,8 @@ def chain(*transforms: optax.GradientTransformation) -> optax.GradientTransforma
         accumulator = accumulator_in(transform)
         if accumulator is not None:
             before, after = transforms[:index], transforms[index + 1 :]
+            if any(accumulator_in(follower) is not None for follower in after):
+                refuse_nested("inner")
             last = accumulator.followed_by(*after) if after else accumulator
             return ChainedAccumulator(before, last).transformation()
     return optax.chain(*transforms)

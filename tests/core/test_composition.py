@@ -382,3 +382,8 @@ def test_a_tree_without_leaves_is_accumulated_too(k, params):
         updates, state = tx.update(params, state, params)
     assert jax.tree.structure(updates) == jax.tree.structure(params)
     assert state.gradient_step == 1
+
+
+def test_chain_refuses_a_second_accumulator_at_once():
+    with pytest.raises(ValueError, match="accumulators must not nest"):
+        chain(accumulate(2), accumulate(3))
