@@ -107,7 +107,8 @@ def _if_held(emit: Emit, total: PyTree, carry: PyTree) -> tuple[PyTree, PyTree]:
 
     def in_type_of(leaf: Any, shape: jax.ShapeDtypeStruct) -> Any:
         is_same = getattr(leaf, "dtype", None) == shape.dtype
-        return leaf if is_same else lax.convert_element_type(leaf, shape.dtype)
+        leaf = leaf if is_same else lax.convert_element_type(leaf, shape.dtype)
+        return varying_as(shape, leaf)
 
     shapes, new_carry = jax.eval_shape(emit, total, carry)
     return shapes, jax.tree.map(in_type_of, carry, new_carry)

@@ -632,3 +632,22 @@ def test_what_a_gate_writes_beside_the_sums_is_sharded_as_the_parameters_are(k, 
             updates, state = jax.jit(tx.update)(params, state, params)
         assert updates.sharding.spec[0] == "data"
         np.testing.assert_array_equal(updates, -np.ones((8, 4)))
+
+
+@pytest.mark.parametrize("options", [{"monitor": True}, {"loss_scale": DynamicLossScale(8.0)}])
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_window_of_its_own_on_each_device_takes_every_component(k, options):
+    tx = accumulate(k, optax.sgd(1.0), **options)
+
+    def updates_of(params, gradients):
+        params = varying(params, "data")
+        state = tx.init(params)
+        for i in range(k):
+            updates, state = tx.update(gradients[0] * (i + 1), state, params, weight=2.0)
+        return updates[None]
+
+    mapped = jax.shard_map(updates_of, mesh=MESH, in_specs=(P(), P("data")), out_specs=P("data"))
+    gradients = jnp.arange(N * 3.0).reshape(N, 3)
+    got = jax.jit(mapped)(jnp.ones(3), gradients)
+    mean = gradients * (k + 1) / 2 / (8 if "loss_scale" in options else 1)
+    np.testing.assert_allclose(got, -mean, rtol=1e-6)
