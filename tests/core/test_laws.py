@@ -259,6 +259,8 @@ def test_law_7_holds_for_gradients_wider_than_the_params_and_for_any_weight(
 ):
     # schedule_free looks for the lowest dtype, and neither of these two is lower than the other.
     hypothesis.assume(not {jnp.bfloat16, jnp.float16} <= {*dtypes})
+    # inject_hyperparams casts its numbers to the dtype of one leaf.
+    hypothesis.assume(jnp.complex64 not in dtypes or {*dtypes} == {jnp.complex64})
     rng = np.random.default_rng(seed)
     params = laws.small_integers(rng, {"a": (2, 2), "b": (3,)}, dtypes)
 
@@ -483,7 +485,7 @@ def test_averaged_extra_args_reach_inner_as_the_mean_of_the_window(seed, k, norm
     scale = np.ones(k) if normalize == "ratio" else weights
     want = (scale * values).sum() / weights.sum()
     assert len(got) == 1
-    np.testing.assert_allclose(got[0], (want, k - 1), rtol=1e-5)
+    np.testing.assert_allclose(got[0], (want, k - 1), rtol=1e-5, atol=1e-6)  # values may cancel
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -528,7 +530,7 @@ def test_value_is_averaged_like_the_gradient_without_being_named(seed, k, normal
         value, gradient = jax.value_and_grad(loss)(want, big)
         updates, bare_state = inner.update(gradient, bare_state, want, value=value)
         want = optax.apply_updates(want, updates)
-    np.testing.assert_allclose(w, want, rtol=1e-5)
+    np.testing.assert_allclose(w, want, rtol=1e-5, atol=1e-5)
 
 
 def test_value_of_the_micro_steps_that_passed_it_reaches_inner_if_the_last_one_did():
