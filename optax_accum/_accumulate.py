@@ -13,10 +13,8 @@ from optax_accum._components.loss_scale import DynamicLossScale, LossScaling
 from optax_accum._components.monitor import AdaptiveEveryK, Monitor
 from optax_accum._components.rejection import Rejection
 from optax_accum._core.accumulator import WindowAccumulator
-from optax_accum._core.chain import accumulator_in
 from optax_accum._core.component import Component
 from optax_accum._core.every_k import ScheduledK, check_every_k
-from optax_accum._core.state_checks import refuse_nested
 from optax_accum._core.window import WindowPieces
 from optax_accum._devices.axis import AxisName
 from optax_accum._devices.reductions import MappedAxis, OneDevice
@@ -127,8 +125,6 @@ def accumulate(
     if not is_adaptive:
         check_every_k(every_k)
     _checks.check_transforms("inner", inner)
-    if any(accumulator_in(transform) is not None for transform in inner):
-        refuse_nested("inner")
     _checks.check_choice("normalize", normalize, ("mean", "sum", "ratio"))
     _checks.check_accumulator_dtype(accumulator_dtype)
     _checks.check_dtype("emit_dtype", emit_dtype)

@@ -106,8 +106,8 @@ def chain(*transforms: optax.GradientTransformation) -> optax.GradientTransforma
       accumulator it is `optax.chain(*transforms)`.
 
     Raises:
-      ValueError: An argument is no gradient transformation; or, in `init`, a second accumulator
-        follows the first.
+      ValueError: An argument is no gradient transformation, or a second accumulator follows the
+        first.
 
     Example:
       After the accumulator the mean of the window is clipped, before it each micro-gradient.
@@ -128,8 +128,6 @@ def chain(*transforms: optax.GradientTransformation) -> optax.GradientTransforma
         accumulator = accumulator_in(transform)
         if accumulator is not None:
             before, after = transforms[:index], transforms[index + 1 :]
-            if any(accumulator_in(follower) is not None for follower in after):
-                refuse_nested("inner")
             last = accumulator.followed_by(*after) if after else accumulator
             return ChainedAccumulator(before, last).transformation()
     return optax.chain(*transforms)
@@ -198,12 +196,16 @@ class ChainedAccumulator(Accumulator):
         return dataclasses.replace(self, last=self.last.with_component(component))
 
 
+def check_nest_none(transforms: tuple[optax.GradientTransformation, ...]) -> None:
+    """Require transformations that are no accumulators."""
+    if any(accumulator_in(transform) is not None for transform in transforms):
+        refuse_nested("inner")
+
+
 def inner_of(
     transforms: tuple[optax.GradientTransformation, ...],
 ) -> optax.GradientTransformationExtraArgs:
     """The transformations that an accumulator runs once per window, as one."""
-    if any(accumulator_in(transform) is not None for transform in transforms):
-        refuse_nested("inner")
     match transforms:
         case ():
             return optax.with_extra_args_support(optax.identity())

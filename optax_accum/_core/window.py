@@ -10,7 +10,7 @@ import optax
 
 from optax_accum._checks import Dtype, PyTree, Scalar, wider_dtype
 from optax_accum._core import arithmetic
-from optax_accum._core.chain import inner_of
+from optax_accum._core.chain import check_nest_none, inner_of
 from optax_accum._core.component import (
     Component,
     ComponentState,
@@ -54,6 +54,9 @@ class WindowPieces:
     normalize: str
     accumulator_dtype: Dtype | None
     emit_dtype: Dtype | None
+
+    def __post_init__(self) -> None:
+        check_nest_none(self.transforms)
 
     @functools.cached_property
     def inner(self) -> optax.GradientTransformationExtraArgs:

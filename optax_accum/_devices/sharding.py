@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from optax_accum._checks import PyTree
-from optax_accum._core.state import AccumulateState, LocalState, map_own
+from optax_accum._core.state import AccumulateState, LocalState, accumulate_states, map_own
 from optax_accum._devices.axis import AxisName
 
 
@@ -38,7 +38,6 @@ def state_specs(opt_state: Any, axis_name: AxisName, param_specs: Any = None) ->
       >>> specs.window_sum == P("data"), specs.gradient_step == P()
       (True, True)
     """
-    shared = PartitionSpec()
     params_tree = None if param_specs is None else jax.tree.structure(param_specs, is_leaf=_is_spec)
     shared = PartitionSpec()
 
@@ -140,8 +139,7 @@ def _is_spec(x: Any) -> bool:
 
 
 def _check_has_own(opt_state: Any) -> None:
-    states = filter(_is_accumulator, jax.tree.leaves(opt_state, is_leaf=_is_accumulator))
-    if not any(jnp.ndim(state.window_weight) for state in states):
+    if not any(jnp.ndim(state.window_weight) for state in accumulate_states(opt_state)):
         raise ValueError(
             "opt_state must be that of an accumulate(..., axis_name=...), and hold the sums of each"
             f" device; got a {type(opt_state).__name__} without them."
