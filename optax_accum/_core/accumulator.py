@@ -69,15 +69,15 @@ class WindowAccumulator(Accumulator):
         if self.has_window:
             # A weakly typed leaf would turn strong in the first update, and cost a second trace.
             inner_state = jax.tree.map(arithmetic.strongly_typed, inner_state)
-        sums = self.pieces.empty_sums(params)
+        weight_dtype = self.pieces.weight_dtype(params)
         state = AccumulateState(
             micro_step=jnp.zeros([], jnp.int32),
             gradient_step=jnp.zeros([], jnp.int32),
             emitted=jnp.zeros([], jnp.bool_),
             num_skipped=jnp.zeros([], jnp.int32),
-            window_weight=sums.weight,
-            window_sum=sums.gradient if self.has_window else None,
-            extras=self.pieces.new_extras(sums.weight.dtype, self.has_window),
+            window_weight=jnp.zeros([], weight_dtype),
+            window_sum=self.pieces.empty_sums(params).gradient if self.has_window else None,
+            extras=self.pieces.new_extras(weight_dtype, self.has_window),
             inner_state=inner_state,
         )
         return self.reduction.stacked(state)
@@ -200,7 +200,7 @@ class WindowAccumulator(Accumulator):
 
     def current_sums(self, state: AccumulateState, dtype_source: PyTree) -> tuple[WindowSums, bool]:
         """The sums of the open window, and whether the state has them; S of params None is None."""
-        has_window = state.window_sum is not None or (dtype_source is None and self.has_window)
+        has_window = self._has_sums(state, dtype_source)
         components = {
             c.name: state.extras[c.name].sums
             if has_window and c.name in state.extras
@@ -209,12 +209,15 @@ class WindowAccumulator(Accumulator):
         }
         return WindowSums(state.window_sum, state.window_weight, components), has_window
 
+    def _has_sums(self, state: AccumulateState, dtype_source: PyTree) -> bool:
+        return state.window_sum is not None or (dtype_source is None and self.has_window)
+
     def _checked(self, state: Any, tree: PyTree, name: str) -> AccumulateState:
         """The state of this device, which must fit `tree`, the gradients or the params."""
         if self.has_window or any(c.may_reject for c in self.pieces.components):
             check_followers()
         state = self.reduction.own(state_checks.checked_state(state, AccumulateState))
-        _, has_window = self.current_sums(state, tree)
+        has_window = self._has_sums(state, tree)
         if self.has_window and not has_window:
             raise ValueError(
                 "a state made with every_k=1 has no buffer to gather a window in, and every_k is"

@@ -71,12 +71,15 @@ class WindowPieces:
     def sum_dtype(self, leaf: Any) -> jnp.dtype:
         return arithmetic.sum_dtype(leaf, self.accumulator_dtype)
 
+    def weight_dtype(self, params: PyTree) -> jnp.dtype:
+        """The dtype of W."""
+        return arithmetic.weight_dtype(jax.tree.map(self.sum_dtype, params))
+
     def empty_sums(self, params: PyTree) -> WindowSums:
         """The sums of an empty window."""
-        dtypes = jax.tree.map(self.sum_dtype, params)
-        weight_dtype = arithmetic.weight_dtype(dtypes)
+        weight_dtype = self.weight_dtype(params)
         return WindowSums(
-            jax.tree.map(arithmetic.zeros_where, params, dtypes),
+            jax.tree.map(lambda p: arithmetic.zeros_where(p, self.sum_dtype(p)), params),
             jnp.zeros([], weight_dtype),
             {c.name: c.init(weight_dtype).sums for c in self.components},
         )
